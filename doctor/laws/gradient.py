@@ -34,8 +34,6 @@ class Fit:
     passes: list[dict]  # the passes of rank 0, of rank 1, and so on
     shares: list[float]  # how much each of these passes counts
     solved: bool  # if false, doctor assumes that all passes count equally
-    off: list[str]  # weights that do not fit
-    count: int  # number of weights with a gradient
 
 
 def updates(job: Job) -> list[list[Update]]:
@@ -95,23 +93,11 @@ def fit(row: list[Update]) -> Fit | None:
     there = sum(map(any, zip(target, *vectors, strict=True)))
     enough = len(vectors) <= min(UNKNOWNS, there / 2)
     shares = (enough and solve(vectors, target)) or [0.0] * len(vectors)
-    guess = weighted(shares, vectors)
-    solved = alike([target, guess], 0.03)
-    if not solved:
+    guess = [dot(shares, values) for values in zip(*vectors, strict=True)]
+    if not (solved := alike([target, guess], 0.03)):
         shares = [factor / len(row)] * len(vectors)
-        guess = weighted(shares, vectors)
-    names, off, count = row[0].names, [], 0
-    for number, name in enumerate(names):
-        parts = [row[0].part(x, number) for x in (target, guess)]
-        count += any(map(any, parts))
-        off += [] if alike(parts, 0.1) else [name]
     passes = [entry for one in row for entry in by_share(one)]
-    return Fit(row, factor, passes, shares, solved, off, count)
-
-
-def weighted(shares: list[float], vectors: list[list[float]]) -> list[float]:
-    """Return a weighted sum of vectors."""
-    return [dot(shares, values) for values in zip(*vectors, strict=True)]
+    return Fit(row, factor, passes, shares, solved)
 
 
 def multiple(one: list[float], other: list[float]) -> float:
@@ -169,13 +155,10 @@ def not_averaged(job):
         need(seen, "the ranks' own gradients are equal, or were not seen")
         return
     row, names = found[0]
-    what = (
-        f"in {len(found)} of {len(steps)} steps, from step {row[0].step + 1} on, the "
-    )
-    what += "ranks use different gradients: "
     reason, mend, level = reason_of(job, row, names)
-    place = row[0].passes[-1]["place"]
-    yield Breach(what + reason, place, mend=mend, level=level)
+    what = f"in {len(found)} of {len(steps)} steps, from step {row[0].step + 1} on, "
+    what += f"the ranks use different gradients: {reason}"
+    yield Breach(what, row[0].passes[-1]["place"], mend=mend, level=level)
 
 
 def apart(row: list[Update]) -> list[str]:
@@ -187,32 +170,28 @@ def apart(row: list[Update]) -> list[str]:
 def reason_of(job: Job, row: list[Update], names: list[str]) -> tuple:
     """Return the reason why gradients are not averaged, the advice and the level."""
     one, layouts = row[0], job.processes[0].of(Layout)
-    wrapped, count = bool(layouts), len(one.passes)
     forwards = [x["forwards"][-1] for x in one.passes if x["forwards"]]
-    if wrapped and not forwards:
+    if layouts and not forwards:
         mend = "Call model(x), not model.module(x) or the network inside."
         return "DDP's forward() is not called, so DDP averages nothing", mend, ""
-    if wrapped and not forwards[-1]:
-        done = [n + 1 for n, x in enumerate(forwards) if x]
+    if layouts and not forwards[-1]:
         if one.passes[-1]["flag"]:  # set between forward() and backward()
-            what = f"DDP averages {f'pass {done[0]}' if done else 'none'} of {count}, "
             mend = "Set require_backward_grad_sync before forward(), which reads it."
-            return f"{what}because the flag is set after forward()", mend, ""
-        what = f"no_sync() is active in {forwards.count(False)} of {count} passes"
+            return "DDP's flag is set after forward(), which is too late", mend, ""
         mend = "Use no_sync() in all passes of a step except the last."
-        return what + ", including the last one", mend, ""
+        what = f"no_sync() is active in {forwards.count(False)} of {len(one.passes)} "
+        return f"{what}passes, including the last one", mend, ""
     total = sum(any(one.part(one.used, n)) for n in range(len(one.names)))
     if len(names) < total:
         what = f"{len(names)} of {total} weights are not averaged: {listed(names)}"
-        frozen = [x for x in layouts if x.step <= one.step][-1:]
-        if frozen and {*names} <= {*frozen[0].frozen}:
-            what += f"; they were frozen when DDP was made in {frozen[0].place}"
-            mend = "Wrap the network in DDP again after you unfreeze weights: DDP "
-            mend += "averages only weights that required gradients when it was made."
-            return what, mend, ""
         mend = "Average these weights, too. With DDP, create them before you wrap the "
-        return what, f"{mend}network, and use its forward().", ""
-    if not wrapped and any(same for step, same in equal_steps(job) if step > one.step):
+        mend += "network, and use its forward()."
+        for last in [x for x in layouts if x.step <= one.step][-1:]:
+            if {*names} <= {*last.frozen}:
+                what += f"; they were frozen when DDP was made in {last.place}"
+                mend = "Wrap the network in DDP again after you unfreeze weights."
+        return what, mend, ""
+    if not layouts and any(same for step, same in equal_steps(job) if step > one.step):
         mend = "Change nothing if you average weights instead of gradients."
         return "their weights become equal again, as in local SGD", mend, NOTE
     return f"nothing averages {listed(names)}", "", ""
@@ -262,8 +241,7 @@ def not_cleared(job):
     Call optimizer.zero_grad() once per step.
     """
     steps = need(job.of(Update), "no step was seen")
-    if found := [one for one in steps if one.stale]:
-        one = found[0]
+    for one in [one for one in steps if one.stale][:1]:
         what = f"in step {one.step + 1}, {len(one.stale)} weights still have the "
         what += f"gradients of an earlier step: {listed(one.stale)}"
         place = one.passes[0]["place"] if one.passes else one.place

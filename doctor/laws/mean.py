@@ -1,12 +1,13 @@
 """Law 5: a step uses the mean over all samples. Checks each sample's weight."""
 
 from collections import Counter
-from statistics import median, mode
+from statistics import median, median_high, mode
 
 from ..law import NOTE, RISK, Breach, NotJudged, check, need
 from ..neighbours import Input
 from .gradient import (
     Fit,
+    dot,
     final,
     fits,
     leaked_passes,
@@ -14,7 +15,7 @@ from .gradient import (
     near,
     not_averaged,
     not_cleared,
-    summed_up,
+    own,
     sums,
     updates,
 )
@@ -139,28 +140,24 @@ def mean_gradient(job):
             mend = "Average the gradients first, then clip the average."
         yield Breach(what, place, mend=mend)
         return
-    strange = [x for x in found if not x.solved and len(x.off) > 0.2 * x.count]
-    if len(strange) > 0.2 * total:
-        ratios = [multiples(x.row) for x in strange]
-        names = [x for x in ratios[0] if all(near(y.get(x, 0), 1) for y in ratios)]
-        rest = [[y.get(x, 0) for y in ratios] for x in ratios[0].keys() - {*names}]
-        if names and rest and all(near(x, 1 / size) for x in sum(rest, [])):
-            what = f"{listed(names)}: {len(names)} of {len(ratios[0])} weights use "
-            what += f"{size} times the multiple of the ranks' gradients that others use"
-            yield Breach(what, place, mend="Divide all sums by the number of ranks.")
-            return
+    ratios = [multiples(x) for x in found]
+    pairs = [(x, [*own.values()]) for x, own in zip(found, ratios, strict=True)]
+    strange = [not x.solved and own.count(None) > 0.2 * len(own) for x, own in pairs]
+    if sum(strange) > 0.2 * total:
         what = "the gradients used are not a multiple of the mean of the ranks' own"
-        raise NotJudged(f"in {len(strange)} of {total} steps, {what}")
-    off = Counter(name for one in found for name in one.off)
+        raise NotJudged(f"in {sum(strange)} of {total} steps, {what}")
+    off = Counter(k for x in ratios for k, y in x.items() if abs((y or 0) - 1) > 0.1)
     if off := [name for name, steps in off.items() if steps > total / 2]:
-        ratios = [multiples(x.row) for x in found]
-        lists = [[one.get(name, 1) for one in ratios] for name in off]
+        lists = [[own.get(name) or 0 for own in ratios] for name in off]
         # As when each weight is clipped alone, or frozen for an epoch
         if all(max(x) > 1.02 * min(x) >= 0 or not any(x) for x in lists):
             what = "the script scales down or drops the gradients of some weights"
             raise NotJudged(f"{what}: {listed(off)}")
-        what = f"{len(off)} weights use a different multiple of the ranks' gradients "
-        yield Breach(f"{what}than the others: {listed(off)}", place)
+        what = f"{len(off)} of {len(ratios[0])} weights use a different multiple of "
+        what += f"the ranks' gradients than the others: {listed(off)}"
+        apart = all(near(x, size) or near(x, 1 / size) for x in sum(lists, []))
+        mend = "Divide all sums by the number of ranks." if apart else ""
+        yield Breach(what, place, mend=mend)
         return
     right = [x for x in found if is_right(x)]
     ratio = median(x.factor for x in found)
@@ -190,20 +187,22 @@ def mean_gradient(job):
     yield text
 
 
-def multiples(row: list[Update]) -> dict[str, float]:
-    """Return {weight: the ratio of its gradient to the ranks' mean gradient}.
+def multiples(one: Fit) -> dict[str, float | None]:
+    """Return {weight: the ratio of its gradient to the weighted sum of the ranks' own}.
 
-    The largest ratio is set to 1. Return {} if a gradient is no multiple of the mean.
+    The median ratio is set to 1. None: the gradient is no multiple of the sum.
     """
-    found, lists = {}, (summed_up(sums(row)), final(row)[0])
-    for number, name in enumerate(row[0].names):
-        total, used = (row[0].part(x, number) for x in lists)
-        if any(total):
-            found[name] = multiple(total, used)
-            if not alike([[found[name] * x for x in total], used], 0.1):
-                return {}
-    most = max(map(abs, found.values()), default=0)
-    return {name: x / most for name, x in found.items()} if most else {}
+    vectors, found = [x for rank in one.row for x in own(rank)], {}
+    total = [dot(one.shares, values) for values in zip(*vectors, strict=True)]
+    used, first = final(one.row)[0], one.row[0]
+    for number, name in enumerate(first.names):
+        before, after = first.part(total, number), first.part(used, number)
+        if any(before):
+            scale = multiple(before, after)
+            fits = alike([[scale * x for x in before], after], 0.1)
+            found[name] = scale if fits else None
+    usual = median_high([x for x in found.values() if x is not None] or [1.0]) or 1
+    return {name: x and x / usual for name, x in found.items()}
 
 
 def shares_of(uneven: list[Fit], total: int) -> str:
