@@ -17,29 +17,26 @@ def summed(job, breach):
     Divide by the world size once. DDP and Horovod do that; all_reduce() does not.
     Not a mistake if: the learning rate accounts for this factor.
     """
-    found, size = breach.facts, len(job.processes)
-    if not found:
+    if not (found := breach.facts):
         return None
-    scale = found[0].row[0].passes[-1]["scale"]
-    if scale not in (None, 1) and near(found[0].factor, scale):
+    values, size = [x.factor for x in found], len(job.processes)
+    usual, scale = median(values), found[0].row[0].passes[-1]["scale"]
+    if scale not in (None, 1) and near(values[0], scale):
         what = f"the gradients of step {found[0].row[0].step + 1} are still {scale:g} "
         mend = "Call scaler.step(optimizer), not optimizer.step()."
         what += "times too large: nothing unscales them"
         return Breach(what, level=WRONG, mend=mend)
-    values = [x.factor for x in found]
-    for value, how in ((size, "the sum"), (1 / size, f"1/{size} of the mean")):
-        count = sum(near(x, value) for x in values)
-        if count > len(values) / 2:
-            what = f"{count} of {len(found)} steps use {how} of the {size} ranks' "
-            return Breach(f"{what}gradients")
-    exponent = math.log2(values[0]) if values[0] > 0 else 0
-    if exponent < -7 and abs(exponent - round(exponent)) < 1e-3:
-        return None  # the loss scale of a library, which unscales the gradients
-    if len(values) > 2 and not near(values[0], 1):
-        if all(near(x, values[0], 0.01) for x in values):
-            what = f"{len(values)} steps use {values[0]:.3g} times the mean of "
-            return Breach(f"{what}the {size} ranks' gradients")
-    return None
+    count, how = sum(near(x, usual) for x in values), f"{usual:.3g} times the mean"
+    if near(usual, size) or near(usual, 1 / size):
+        how = "the sum" if usual > 1 else f"1/{size} of the mean"
+    else:
+        exponent = math.log2(usual) if usual > 0 else 0
+        # A library may scale the loss by a power of two, and unscale the gradients
+        scaled = exponent < -7 and abs(exponent - round(exponent)) < 1e-3
+        if near(usual, 1) or scaled or count < max(3, len(values)):
+            return None
+    what = f"{count} of {len(found)} steps use {how} of the {size} ranks' gradients"
+    return Breach(what) if count > len(values) / 2 else None
 
 
 @explains(mean_gradient, read="docs/convert.md")
@@ -91,8 +88,7 @@ def loss_scale(job, breach):
             continue
         if is_right(one) or len({entry["place"] for entry in passes}) > 1:
             continue
-        count, single = len(passes), len(known(passes[0])) == 1
-        value, whole = values[0] / count, values[1] / count
+        count, value = len(passes), values[0] / len(passes)
         known_factors = {
             f"is not divided by {count}": 1,
             f"is divided by {count} twice": 1 / count**2,
@@ -101,11 +97,10 @@ def loss_scale(job, breach):
         }
         if count == 1 and known(passes[0])[0].kind == "other mean":
             continue  # half the mean of squares is common
-        equal = len({x.factor for x in known(passes[0])}) == 1  # or else, weights
-        if not (single or equal and near(whole, 1 / count / size, 0.002)):
-            continue
+        if len(known(passes[0])) > 1:
+            continue  # these factors may be weights
         for how, number in known_factors.items():
-            if any(near(x, number, 0.002) for x in (value, whole)):
+            if near(value, number, 0.002):
                 counts[how, count] += 1
                 break
     for (how, count), steps in counts.most_common(1):

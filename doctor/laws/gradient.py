@@ -219,8 +219,6 @@ def clip_order(job):
             text = "each rank clips its own gradients before they are averaged"
         elif last["norm"] and any(last["before"]) and changed(last["before"], one.used):
             text, level = "gradients change after they are clipped", RISK
-        elif len({x["passes"] for x in one.clips}) == len(one.passes) > 1:
-            text, level = "each micro-batch's gradients are clipped", RISK
         else:
             continue
         what = f"in step {one.step + 1}, {text}"
@@ -256,6 +254,7 @@ def leaked_passes(job):
     losses by the group's size), or call zero_grad() at the start of each epoch.
     Not a mistake if: the number of passes per step is meant to vary.
     """
+    need(job.of(Update), "no step was seen")
     steps = [one for one in job.processes[0].of(Update) if one.passes]
     for optimizer in {one.optimizer for one in steps}:
         own = [one for one in steps if one.optimizer == optimizer]

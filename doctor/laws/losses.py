@@ -22,8 +22,6 @@ RECEIVE = """all_gather all_gather_into_tensor all_gather_single all_to_all scat
     all_to_all_single broadcast all_reduce reduce_scatter reduce_scatter_tensor
     allgather allreduce allreduce_ broadcast_""".split()
 MOST = 20  # maximum number of terms of a loss
-NODES = 2000  # maximum number of nodes to read in a graph
-FIRST = 4  # number of steps whose graphs doctor searches for the user's functions
 
 
 class Term(NamedTuple):
@@ -41,8 +39,7 @@ class Losses(Watcher):
     """Reads from each loss's graph how the script sums and divides the loss."""
 
     def __init__(self):
-        self.sums, self.received, self.printed = [], [], False
-        self.backing, self.fresh = False, True
+        self.sums, self.received, self.fresh = [], [], True
         self.validated = set()  # networks evaluated in this pass
 
     def on_input(self, network, inputs) -> None:
@@ -50,20 +47,15 @@ class Losses(Watcher):
         trains = torch.is_grad_enabled()
         # This is the pass's first network, or the network was just validated
         if self.fresh or (trains and key in self.validated):
-            self.received, self.fresh, self.printed = [], False, False
-            self.validated = set()
+            self.received, self.fresh, self.validated = [], False, set()
         self.validated |= set() if trains or network.training else {key}
 
     def on_collective(self, name, arguments, options, where) -> None:
-        current = Passes.here.current
-        if self.backing and current is not None:
-            current["meets"] = True
         if not recorder.watching or name not in RECEIVE or not arguments:
             return
         given = [*arguments[:2], *options.values()]
         flat = [y for x in given for y in (x if isinstance(x, list) else [x])]
         for own in [x for x in flat if isinstance(x, torch.Tensor)][-1:]:
-            self.printed |= own.numel() == 1  # perhaps the loss, for printing
             # Many scripts gather a batch's losses (one dimension) to print them
             if own.is_floating_point() and own.dim() > 1 and not in_torch():
                 gathers = name.startswith("all_gather")
@@ -78,9 +70,7 @@ class Losses(Watcher):
             self.sums = [*self.sums, *small][-9:]
 
     def on_backward(self, root) -> None:
-        received, printed = self.received, self.printed
-        self.received, self.printed = [], False
-        self.backing = self.fresh = True
+        received, self.received, self.fresh = self.received, [], True
         current = Passes.here.current
         if not recorder.watching or current is None:
             return
@@ -91,17 +81,11 @@ class Losses(Watcher):
             if put_back or (tracks and not any(own)):
                 current["gathered"] = where, put_back
         if isinstance(root, torch.Tensor) and root.numel() == 1 and root.grad_fn:
-            current["value"] = 0 if printed else root.detach()
             with root.device:
                 current["terms"] = [*map(tuple, terms(root.grad_fn))][:MOST]
             current["outer"] = outer(root.grad_fn)
             sums = [x for one in self.sums for x in one.flatten().tolist()]
             current["sums"] = sums[-64:]
-            if recorder.step < FIRST:
-                current["own"] = has_own_function(root.grad_fn)
-
-    def after_backward(self) -> None:
-        self.backing = False
 
     def after_step(self, optimizer, weights) -> None:
         self.sums = []
@@ -111,24 +95,6 @@ def in_torch() -> bool:
     """Return whether a PyTorch layer, such as SyncBatchNorm, calls the collective."""
     files = (one.f_code.co_filename for one, _ in walk_stack(sys._getframe(1)))
     return any(one.endswith("torch/nn/modules/_functions.py") for one in files)
-
-
-def has_own_function(root) -> bool:
-    """Return whether a graph has the user's own functions, which may communicate."""
-    seen, waiting = {root}, [root]
-    while waiting and len(seen) < NODES:
-        node = waiting.pop()
-        if is_users(node) and not type(node).__name__.startswith("_DDP"):
-            return True
-        new = {*children(node)} - seen
-        seen |= new
-        waiting += new
-    return bool(waiting)
-
-
-def is_users(node) -> bool:
-    """Return whether a node calls a backward() that is written in Python."""
-    return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def children(node) -> list:
@@ -166,7 +132,8 @@ def elements(node, number: int, given, depth: int) -> list[Term]:
     mask = mask_of(children(node)[0]) if name == "SumBackward1" else None
     binary = mask is not None and torch.equal(mask**2, mask * 1)
     few = max(math.prod(size) * (not binary), given.numel()) <= MOST
-    if not few or is_users(node) or not name.startswith(VECTORS) or depth > 30:
+    own = isinstance(node, torch.autograd.function.BackwardCFunction)
+    if own or not few or not name.startswith(VECTORS) or depth > 30:
         return []
     if binary and mask.shape == size and node._saved_dim == (0,):
         pairs = zip(given.tolist(), mask.count_nonzero(0).tolist(), strict=True)

@@ -91,10 +91,9 @@ def weights(one: Fit, number: int = 0) -> list[float]:
 
 def own_mean(column: tuple[Term, ...]) -> bool:
     """Return whether a loss is each pass's mean over its own number of targets."""
-    seen = [x for x in column if x.rows and x.factor]
+    seen = [x for x in column if x.rows and not x.weighted]
     each = [abs(x.factor) * (x.rows if x.kind == "sum" else 1) for x in seen]
-    most = 1.5 if any(x.weighted for x in seen) else 1.1
-    return not unequal(each, 1.01) and unequal([x.rows for x in seen], most)
+    return not unequal(each, 1.01) and unequal([x.rows for x in seen])
 
 
 def several(passes: list[dict], most: int) -> list[tuple[Term, ...]]:
@@ -225,19 +224,6 @@ def unread(found: list[Fit], ratio: float) -> str:
     return f"how the loss at {entry['place']} averages its samples could not be read"
 
 
-def shared(found: list[Fit]) -> list[float]:
-    """Return the losses that are equal on all ranks if nearly all are, else []."""
-    values = []
-    for one in found:
-        rows = zip(*(x.passes for x in one.row), strict=False)
-        for row in rows:
-            own = [[entry.get("value", 0.0)] for entry in row]
-            seen = not any(x.get("meets") or x.get("own") for x in row)
-            values += [own[0][0] if seen and own[0][0] and alike(own, 1e-6) else None]
-    same = [x for x in values if x is not None]
-    return same if len({*same}) > 2 and len(same) > 0.9 * len(values) else []
-
-
 @check(LAW, RISK, causes=CAUSES)
 def gathered_without_gradient(job):
     """The loss uses tensors from other ranks, and their gradients are lost.
@@ -247,27 +233,19 @@ def gathered_without_gradient(job):
     Not a mistake if: the loss does not use the gathered tensors, or the learning rate
     accounts for the factor.
     """
-    rows, found = need(job.rows(Update), "no optimizer took a step"), fits(job)
-    losses, size = shared(found), len(job.processes)
-    times = [any(near(value, size) for value in totals(x)) for x in found]
-    if found and sum(times) > len(times) / 2:
+    size = len(job.processes)
+    times = [any(near(value, size) for value in totals(x)) for x in fits(job)]
+    if times and sum(times) > len(times) / 2:
         return  # the loss is multiplied by the world size
+    rows = need(job.rows(Update), "no optimizer took a step")
     entries = [entry for row in rows for entry in row[0].passes]
-    lost = [x["gathered"] for x in entries if x.get("gathered")]
-    factor = f"all ranks have the same loss ({[*losses, 0][0]:.4g} in step 1), and the "
-    factor += f"average over {size} ranks is 1/{size} of its gradient"
-    for where, put_back in lost[:1]:
+    for place, put_back in [x["gathered"] for x in entries if x.get("gathered")][:1]:
         what = "all_gather() gets a tensor with a gradient, but its results have none"
         if put_back:
             what = "all_gather() returns tensors without a gradient, and only the "
             what += "rank's own tensor is put back"
-        what += f"; {factor}" * bool(losses)
         level = NOTE if put_back and rows[0][0].adaptive else RISK
-        yield Breach(what, where, level=level)
-        return
-    if losses:
-        level = NOTE if rows[0][0].adaptive else RISK
-        yield Breach(factor, entries[0]["place"], level=level)
+        yield Breach(what, place, level=level)
 
 
 @check(LAW, RISK, causes=[*CAUSES, mean_gradient], read="lesson 3")
@@ -279,11 +257,11 @@ def unequal_means(job):
     multiply it by the world size, because DDP averages over the ranks.
     Not a mistake if: each batch should have the same weight.
     """
-    rank, seen = job.processes[0], []
+    fitted, rank, seen = fits(job), job.processes[0], []
     counts = [len(x.indices or x.rows or ()) for x in rank.trained]
     counts = counts, [len(x.rows) for x in rank.of(Input)]
     most = min([20, *(mode(x) for x in counts if any(x))])  # a batch's samples
-    for one in fits(job):
+    for one in fitted:
         passes = [entry for rank in one.row for entry in rank.passes]
         terms = [known(entry) for entry in passes]
         single = all(len(x) == 1 and x[0].kind in ("mean", "sum") for x in terms)
@@ -301,17 +279,12 @@ def unequal_means(job):
     if len(found) > len(seen) / 2:
         one, heavy, number = found[0]
         first = [known(x)[number] for rank in one.row for x in rank.passes][:4]
-        what = "losses are means over different numbers of targets, but have equal "
-        what += "weights"
-        if first[0].kind == "sum":
-            read = own_mean(first)
-            counts = [x.rows if read else 1 / abs(x.factor) for x in first]
-            each = ", ".join(f"{x:.4g}" for x in counts)
-            what = "each rank divides its sum of losses by its own number "
-            what += f"({each} in step {one.row[0].step + 1})"
-        elif heavy:
-            each = ", ".join(f"{x.rows:.4g}" for x in first)
-            what = "each loss is divided by the sum of the class weights of its own "
-            what += f"targets ({each} in step {one.row[0].step + 1})"
-        text = f"in {len(found)} of {len(seen)} steps, {what}"
-        yield Breach(text, one.row[0].passes[0]["place"])
+        what, mean = "each loss is a mean over its own number of targets", True
+        if heavy:
+            what = "each loss is divided by the sum of its own targets' class weights"
+        elif first[0].kind == "sum":
+            what = "each rank divides its sum of losses by its own number"
+            mean = own_mean(first)
+        each = ", ".join(f"{x.rows if mean else 1 / abs(x.factor):.4g}" for x in first)
+        text = f"in {len(found)} of {len(seen)} steps, {what} ({each} in step "
+        yield Breach(f"{text}{one.row[0].step + 1})", one.row[0].passes[0]["place"])

@@ -199,10 +199,9 @@ def collectives_differ(job):
             what = f"rank {gone[0].rank} ends while rank {one.rank} waits for it"
             yield Breach(what, one.place)
             return
-    rows, joins = [process.of(Call) for process in job.processes], False
+    rows = [process.of(Call) for process in job.processes]
     for number, calls in enumerate(zip_longest(*rows), 1):
-        joins |= any(one and one.name == "join" for one in calls)
-        if joins:
+        if any(one and one.name == "join" for one in calls):
             raise NotJudged("join() lets some ranks end earlier")
         if None in calls:
             without = job.processes[calls.index(None)]
@@ -228,10 +227,6 @@ def collectives_differ(job):
     if found := mixed(rows):
         yield Breach(*found, mend=ORDER)
         return
-    if place := swapped(rows):
-        what = "the ranks sum the numbers of one line in different orders"
-        yield Breach(what, place, mend=ORDER)
-        return
     yield f"{len(rows[0]):,} collective{'s' * (len(rows[0]) > 1)} in the same order"
 
 
@@ -239,44 +234,20 @@ def mixed(rows: list[list[Call]]) -> tuple[str, str] | None:
     """Return (message, line) if the ranks' calls in a loop differ in order, or None."""
     found, columns = [], zip(*rows, strict=False)
     for _, run in groupby(columns, lambda x: (x[0].place, x[0].step, x[0].passes)):
-        ranks, differ = [*zip(*run, strict=True)], []
-        for name in ranks[0][0].keys:
-            lists = [[x.keys.get(name, "") for x in own] for own in ranks]
-            if not 1 < len({*lists[0]}) == len(lists[0]):
-                continue  # only a loop's key has a value of its own in each call
-            if all(x == lists[0] for x in lists):
-                break  # the loop has one order
-            if all(sorted(x) == sorted(lists[0]) for x in lists):
-                pairs = [x for x in zip(*lists, strict=True) if len({*x}) > 1]
-                differ.append((ranks[0][0], name, pairs[0]))
-        else:
-            found += differ[:1]
-    if not found:
-        return None
-    one, name, pair = found[0]
-    told = ", ".join(f"{x} on rank {n}" for n, x in enumerate(pair[:4]))
-    what = f"in {len(found)} loops over {name}, {one.name}() gets different things in "
-    return f"{what}the same call: {told}", one.place
-
-
-def swapped(rows: list[list[Call]]) -> str:
-    """Return a line that sums equal numbers in different orders on the ranks, or ""."""
-    found = Counter()
-    columns = [x for x in zip(*rows, strict=False) if x[0].value]
-    for (line, _), run in groupby(columns, key=lambda x: (x[0].place, x[0].step)):
-        lists = [[one.value or 0 for one in own] for own in zip(*run, strict=True)]
-        for other in lists[1:]:
-            if min(map(abs, lists[0] + other)) > 0:
-                same = [far(*x) for x in zip(lists[0], other, strict=True)]
-                pairs = zip(sorted(lists[0]), sorted(other), strict=True)
-                sizes = max(far(*x) for x in pairs)
-                found[line] += sum(x > 0.5 for x in same) > 1 and sizes < 0.2
-    return next((line for line, count in found.items() if count > 1), "")
-
-
-def far(one: float, other: float) -> float:
-    """Return the difference between two numbers, divided by the larger one."""
-    return abs(one - other) / max(abs(one), abs(other))
+        ranks = [*zip(*run, strict=True)]
+        one = ranks[0][0]
+        keys = {k: [[x.keys.get(k) for x in own] for own in ranks] for k in one.keys}
+        # Only a loop's key has a value of its own in each call
+        keys = {k: x for k, x in keys.items() if 1 < len({*x[0]}) == len(x[0])}
+        if not any(all(own == x[0] for own in x) for x in keys.values()):
+            orders = [(k, x) for k, x in keys.items() if len({*map(frozenset, x)}) == 1]
+            found += [(one, *order) for order in orders[:1]]
+    for one, name, lists in found[:1]:
+        pair = next(x for x in zip(*lists, strict=True) if len({*x}) > 1)
+        told = ", ".join(f"{x} on rank {n}" for n, x in enumerate(pair[:4]))
+        what = f"in {len(found)} loops over {name}, {one.name}() gets different things "
+        return f"{what}in the same call: {told}", one.place
+    return None
 
 
 def behind(job, without, call: Call) -> bool:

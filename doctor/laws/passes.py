@@ -157,7 +157,6 @@ class Passes(Watcher):
             entry = {
                 "before": dict(zip(map(id, found), rows, strict=True)),
                 "scaled": bool(scaler) and not any(x["stage"].value for x in done),
-                "passes": self.number,
                 "norm": norm,
                 "place": place(),
             }
@@ -198,17 +197,14 @@ class Passes(Watcher):
         old = numbers([self.stale.pop(key, None) for key in keys])
         stale = [one for one, row in zip(whole, old, strict=True) if any(row)]
         passes = [self.passes[number] for number in order]
-        losses = numbers([torch.as_tensor(one.get("value", 0)) for one in passes])
-        for one, (value,) in zip(passes, losses, strict=True):
-            scale = one["scale"]
-            one |= {"value": value, "scale": None if scale is None else float(scale)}
+        for one in passes:
+            one["scale"] = None if one["scale"] is None else float(one["scale"])
         clips = []
         for one in self.clips:
             before = [one["before"].get(key) for key in keys]
             if any(before):
                 before = [] if None in before else flat(before)[1]
-                done = sum(number <= one["passes"] for number in order)
-                clips.append(one | {"before": before, "passes": done})
+                clips.append(one | {"before": before})
         lost = {number for number, key in self.lost.items() if key in keys}
         update = Update(
             optimizer=first,

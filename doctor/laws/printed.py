@@ -13,12 +13,12 @@ from ..results import OTHER, Measured, Printed, repeated
 from .gradient import fits, near, not_averaged
 from .passes import Update
 from .ranks import contents_differ
-from .replicas import names_differ, weights_differ, weights_drift
+from .replicas import weights_differ, weights_drift
 from .samples import datasets_differ
 
 LAW = Law(7, "printed", "Printed results are true")
 CAUSES = datasets_differ, contents_differ, not_averaged
-CAUSES += names_differ, weights_differ, weights_drift
+CAUSES += weights_differ, weights_drift
 SORT = (
     "Put the gathered predictions into the order of the labels, or gather the labels "
     "too: DistributedSampler gives rank r the samples r, r + world_size, ..."

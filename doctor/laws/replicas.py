@@ -4,7 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from operator import ne
 from statistics import median
 
@@ -76,27 +76,6 @@ def equal_steps(job: Job) -> list[tuple[int, bool]]:
     return [(row[0].step, not differing(row)[0]) for row in rows]
 
 
-@check(LAW, WRONG)
-def names_differ(job):
-    """The ranks' weights or buffers have different names, or a different order.
-
-    Create layers and buffers in the same order in every process: sort names that come
-    from a set() or from the file system. DDP matches tensors by their position.
-    """
-    several(job)
-    rows = zip(*(process.of(Layout) for process in job.processes), strict=False)
-    for row in need([*rows], "DDP is not used"):
-        for kind in ("weights", "buffers"):
-            lists = [getattr(one, kind) for one in row]
-            for rank in [n for n, own in enumerate(lists) if own != lists[0]][:1]:
-                pairs = zip_longest(lists[0], lists[rank], fillvalue="nothing")
-                pairs = [(n, *x) for n, x in enumerate(pairs, 1) if x[0] != x[1]]
-                number, one, other = pairs[0]
-                what = f"rank {rank} does not have rank 0's {kind} in the same order: "
-                what += f"number {number} is {other}, but {one} on rank 0"
-                yield Breach(what, row[rank].place)
-
-
 def pieces(job: Job, names: list[str]) -> str:
     """Return a message if weights may differ because they are parts of others, else "".
 
@@ -107,19 +86,11 @@ def pieces(job: Job, names: list[str]) -> str:
     for what, rows in others(job).items():
         values = [row[0].rows() for row in rows]
         if sum(a != b for a, b in pairwise(values)) > len(rows) / 2:
-            same = "" if first(rows, "", 1e-5) else ", which are equal on all ranks"
-            return f"the optimizer's weights may be parts of those of {what}{same}"
+            return f"the optimizer's weights may be parts of those of {what}"
     return ""
 
 
-def changed_by_hand(job: Job, names: list[str]) -> bool:
-    """Return whether weights were equal before the first backward pass."""
-    start = states_of(job, "start", "weights")[:1]
-    known = start and all(name in one.names for name in names for one in start[0])
-    return bool(known) and not set(names) & set(differing(start[0])[0])
-
-
-@check(LAW, WRONG, causes=[names_differ], read="lesson 5")
+@check(LAW, WRONG, read="lesson 5")
 def weights_differ(job):
     """The ranks start with different weights.
 
@@ -128,15 +99,19 @@ def weights_differ(job):
     several(job)
     rows = need(states_of(job, "step", "weights"), NONE)
     found = first(rows[:1], "weights", 1e-6)
-    if found and not changed_by_hand(job, found[2]):
+    start = states_of(job, "start", "weights")[:1]  # before the first backward pass
+    if found and (not start or differing(start[0])[0]):
         if why := pieces(job, found[2]):
             raise NotJudged(why)
-        mend = "Create weights inside the network before DDP wraps it, and do not set "
-        mend = f"{mend}them later on one rank only." if job.of(Layout) else ""
+        mend = (
+            "Create all weights before DDP wraps the network, in the same order on all "
+        )
+        mend += "ranks, and do not set them later on one rank only."
+        mend = mend if job.of(Layout) else ""
         yield Breach(f"before the first step, {found[1]}", rows[0][0].place, mend=mend)
 
 
-EARLIER = names_differ, weights_differ, collectives_differ
+EARLIER = weights_differ, collectives_differ
 
 
 @check(LAW, RISK, general=True, causes=EARLIER, read="pitfall 11")
@@ -184,16 +159,10 @@ def weights_drift(job):
         parts.append(f"{count} optimizer states")
     parts += ["the weights at the end"] * bool(ends)
     parts += [f"the weights of {what}" for what in others(job)]
-    alone = {x.what for x in job.of(State) if x.moment == "other"}
-    for what in sorted(alone - {x[0].what for x in states_of(job, "other")}):
-        own = [{x.rank for x in job.of(State) if x.what == what}]
-        if own[0] == {x.rank for x in job.processes}:
-            text = "which no optimizer trains, ran after different steps on the ranks"
-            raise Doubt(f"{what}, {text}")
     yield parts[0] + "; so are " * (len(parts) > 1) + " and ".join(parts[1:])
 
 
-@check(LAW, RISK, causes=[names_differ, weights_differ, weights_drift])
+@check(LAW, RISK, causes=[weights_differ, weights_drift])
 def other_network_differs(job):
     """A network that no optimizer trains, such as a teacher, differs between the ranks.
 

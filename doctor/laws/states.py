@@ -18,10 +18,8 @@ STATES = {1, 2, 5, 10, 20, STEPS - 1}
 
 
 class Layout(Event, limit=20):
-    """The weights and buffers of a network that DistributedDataParallel has wrapped."""
+    """The script has wrapped a network in DistributedDataParallel."""
 
-    weights: list[str]  # names and shapes, in their order
-    buffers: list[str]
     frozen: list[str]  # weights that need no gradient, so DDP does not average them
     place: str
 
@@ -54,12 +52,9 @@ class Replicas(Watcher):
         self.started = self.ran = False
 
     def on_wrap(self, model, where) -> None:
-        weights = [*model.module.named_parameters()]
-        own = weights, model.module.named_buffers()
-        names = [[f"{name} {tuple(x.shape)}" for name, x in pairs] for pairs in own]
-        frozen = [name for name, one in weights if not one.requires_grad]
-        layout = Layout(weights=names[0], buffers=names[1], frozen=frozen, place=where)
-        recorder.write(layout)
+        own = model.module.named_parameters()
+        frozen = [name for name, one in own if not one.requires_grad]
+        recorder.write(Layout(frozen=frozen, place=where))
 
     def on_input(self, network, inputs) -> None:
         if not self.ran:
