@@ -191,7 +191,7 @@ def reason_of(job: Job, row: list[Update], names: list[str]) -> tuple:
                 what += f"; they were frozen when DDP was made in {last.place}"
                 mend = "Wrap the network in DDP again after you unfreeze weights."
         return what, mend, ""
-    if not layouts and any(same for step, same in equal_steps(job) if step > one.step):
+    if not layouts and equal_steps(job, one.step):
         mend = "Change nothing if you average weights instead of gradients."
         return "their weights become equal again, as in local SGD", mend, NOTE
     return f"nothing averages {listed(names)}", "", ""

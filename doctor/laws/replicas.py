@@ -70,24 +70,22 @@ def first(rows: list[list[State]], what: str, tolerance: float) -> tuple | None:
     return None
 
 
-def equal_steps(job: Job) -> list[tuple[int, bool]]:
-    """Return (step, whether all ranks begin it with equal weights) of watched steps."""
-    rows = states_of(job, "step", "weights")
-    return [(row[0].step, not differing(row)[0]) for row in rows]
+def equal_steps(job: Job, after: int) -> list[int]:
+    """Return later watched steps that all ranks begin with equal weights."""
+    rows = [x for x in states_of(job, "step", "weights") if x[0].step > after]
+    return [row[0].step for row in rows if not differing(row)[0]]
 
 
-def pieces(job: Job, names: list[str]) -> str:
-    """Return a message if weights may differ because they are parts of others, else "".
+def whole_weights(job: Job, names: list[str]) -> None:
+    """Raise NotJudged if these may be parts of weights, which differ between the ranks.
 
     In that case, no network has them, and a network without an optimizer changes.
     """
-    if any(not re.match(r"weight \d+ of shape ", one) for one in names):
-        return ""
-    for what, rows in others(job).items():
+    parts = all(re.match(r"weight \d+ of shape ", one) for one in names)
+    for what, rows in others(job).items() if parts else ():
         values = [row[0].rows() for row in rows]
         if sum(a != b for a, b in pairwise(values)) > len(rows) / 2:
-            return f"the optimizer's weights may be parts of those of {what}"
-    return ""
+            raise NotJudged(f"the optimizer's weights may be parts of those of {what}")
 
 
 @check(LAW, WRONG, read="lesson 5")
@@ -101,13 +99,11 @@ def weights_differ(job):
     found = first(rows[:1], "weights", 1e-6)
     start = states_of(job, "start", "weights")[:1]  # before the first backward pass
     if found and (not start or differing(start[0])[0]):
-        if why := pieces(job, found[2]):
-            raise NotJudged(why)
-        mend = (
-            "Create all weights before DDP wraps the network, in the same order on all "
-        )
-        mend += "ranks, and do not set them later on one rank only."
-        mend = mend if job.of(Layout) else ""
+        whole_weights(job, found[2])
+        mend = ""
+        if job.of(Layout):
+            mend = "Create all weights before you wrap the network in DDP, in the same "
+            mend += "order on all ranks, and do not set them later on one rank only."
         yield Breach(f"before the first step, {found[1]}", rows[0][0].place, mend=mend)
 
 
@@ -125,21 +121,20 @@ def weights_drift(job):
     rows, again = need(states_of(job, "step", "weights"), NONE), []
     count = differing(rows[0])[1]
     need(count, "the ranks train networks whose weights have different names")
-    ends = states_of(job, "end", "weights")
+    ends, kept = states_of(job, "end", "weights"), states_of(job, "optimizer")
     ends = [x for x in ends if differing(x)[1] > count / 2]  # or else, most are freed
-    for found in (first(rows, "weights", 1e-5), first(ends, "weights", 1e-5)):
-        if found:
+    pairs = (rows, "weights"), (ends, "weights"), (kept, "optimizer states")
+    for own, what in pairs:
+        if found := first(own, what, 1e-5 if what == "weights" else 1e-4):
             row, text, names = found
-            if why := pieces(job, names):
-                raise NotJudged(why)
-            again = [n for n, same in equal_steps(job) if same and n > row[0].step]
+            whole_weights(job, names)
+            again = equal_steps(job, row[0].step) if own is rows else []
             when, mend = f"after step {row[0].step}", ""
-            if row[0].moment == "end":
+            if own is ends:
                 when = "at the end"
             elif row is rows[0]:
                 when = "after the first backward pass, before an optimizer's step"
-                mend = "Look for lines that change weights: on all ranks, use equal "
-                mend += "numbers, such as averaged gradients, and change the same rows."
+                mend = "Change weights by equal numbers, such as averaged gradients."
             if again:
                 text += f"; in step {again[-1]} they are equal again, as in local SGD"
             level = NOTE if again else RISK
@@ -148,18 +143,11 @@ def weights_drift(job):
                 return
     if again:
         raise NotJudged("the ranks average their weights only now and then")
-    parts = [f"{count} weights are equal on {len(rows[0])} ranks before {len(rows)} "]
-    parts[0] += "steps"
-    kept = states_of(job, "optimizer")
-    if found := first(kept, "optimizer states", 1e-4):
-        row, text, _ = found
-        yield Breach(f"before step {row[0].step + 1}, {text}", row[0].place)
-        return
-    if kept and (count := max(differing(row)[1] for row in kept)):
-        parts.append(f"{count} optimizer states")
-    parts += ["the weights at the end"] * bool(ends)
-    parts += [f"the weights of {what}" for what in others(job)]
-    yield parts[0] + "; so are " * (len(parts) > 1) + " and ".join(parts[1:])
+    text = f"{count} weights are equal on {len(rows[0])} ranks before {len(rows)} steps"
+    also = ["the weights at the end"] * bool(ends)
+    also += ["the optimizer states"] * any(differing(row)[1] for row in kept)
+    also += [f"the weights of {what}" for what in others(job)]
+    yield text + "; so are " * bool(also) + " and ".join(also)
 
 
 @check(LAW, RISK, causes=[weights_differ, weights_drift])
@@ -170,18 +158,13 @@ def other_network_differs(job):
     Not a mistake if: each rank is meant to use a network of its own.
     """
     for what, rows in others(job).items():
-        if not (found := first(rows, f"weights of {what}", 1e-5)):
-            continue
-        row, text, _ = found
-        text = f"before step {row[0].step + 1}, {text}; no optimizer trains {what}"
-        mend = ""
-        if row is rows[0]:
-            mend = "Make it equal on all ranks: copy the network after DDP has wrapped "
-            mend += "it (DDP then gives all ranks rank 0's weights), or give all ranks "
-            mend += "the same seed until the network is made."
-        else:
-            text += f", and it was equal until step {row[0].step}"
-        yield Breach(text, row[0].place, mend=mend)
+        if found := first(rows, f"weights of {what}", 1e-5):
+            row, text, _ = found
+            text = f"before step {row[0].step + 1}, {text}; no optimizer trains {what}"
+            mend = "Copy the network after DDP has wrapped it, or seed all ranks alike."
+            if row is not rows[0]:
+                text, mend = f"{text}, and it was equal until step {row[0].step}", ""
+            yield Breach(text, row[0].place, mend=mend)
 
 
 def others(job: Job) -> dict[str, list[list[State]]]:
@@ -211,13 +194,11 @@ def buffers_differ(job):
     for row in rows:
         what = f"weights and buffers of the validated {row[0].what}"
         if found := first([row], what, 1e-4):
-            text = f"after step {row[0].step}, {found[1]}"
             # DDP copies rank 0's statistics before the next step
             norms = all("running_" in name for name in found[2]) and row[0].trains
-            saved = [x for x in job.of(Saved) if x.step >= row[0].step]
-            if saved and norms:
-                text += f"; {saved[0].place} saves those of rank {saved[0].rank} only"
+            saved = any(x.step >= row[0].step for x in job.of(Saved))
             level = NOTE if norms and not saved else RISK
+            text = f"after step {row[0].step}, {found[1]}"
             yield Breach(text, row[0].place, level=level)
             return
     if found := first(updated, "buffers", 1e-4):
@@ -258,15 +239,12 @@ def tensors_drift(job):
             unsure.append(name)
     if found:
         step, count, _ = min(found)
-        what = f"{listed(sorted(x[2] for x in found))} differ between the ranks from "
-        more = f"after {count} changes that were equal on all ranks"
-        what += f"step {step} on, {more if count else 'and were equal at first'}"
+        what = f"from step {step} on, after {count} equal changes, the ranks have "
+        what += f"different {listed(sorted(x[2] for x in found))}"
         yield Breach(what, job.of(Step)[0].place)
     if unsure:
-        text = (
-            "differ between the ranks: they may be each rank's own sums, or statistics"
-        )
-        raise Doubt(f"{listed(sorted(unsure))} {text} that networks use")
+        text = "differ between the ranks, perhaps because they are each rank's own sums"
+        raise Doubt(f"{listed(sorted(unsure))} {text}")
 
 
 def between(ranks: list[list[float]], start: list[float]) -> float:
