@@ -48,18 +48,16 @@ def summed_loss(job, breach):
     step as one process with batch size N x B.
     Not a mistake if: the learning rate accounts for this factor.
     """
-    found = breach.facts
-    if not found or not near(median(x.factor for x in found), 1):
-        return None
+    found = breach.facts or []
     tied, plain, rows, size = [], [], set(), len(job.processes)
-    for entry in (one.row[0].passes[-1] for one in found):
+    for one in found:
+        entry = one.row[0].passes[-1]
         terms = known(entry)
-        if not terms or {x.kind for x in terms} != {"sum"}:
-            continue
-        sums = [x for x in entry["sums"] if x > 1]
-        tied += [x for x in sums if near(abs(terms[0].factor) * x, 1, 1e-4)][:1]
-        plain += {f"{abs(x.factor):.4g}" for x in terms if abs(x.factor) > 0.99}
-        rows |= {(x.rows, x.each) for x in terms}
+        if {x.kind for x in terms} == {"sum"} and near(one.factor, 1):
+            products = [(abs(terms[0].factor) * x, x) for x in entry["sums"] if x > 1]
+            tied += [x for product, x in products if near(product, 1, 1e-4)][:1]
+            plain += {f"{abs(x.factor):.4g}" for x in terms if abs(x.factor) > 0.99}
+            rows |= {(x.rows, x.each) for x in terms}
     if len(tied) > len(found) / 2:
         what = f"the loss is divided by a sum over all ranks ({tied[0]:g} in step 1), "
         mend = f"Multiply the loss by {size}, the world size."
@@ -82,29 +80,26 @@ def loss_scale(job, breach):
     """
     found, counts, size = breach.facts or (), Counter(), len(job.processes)
     for one in found:
-        passes, values = one.row[0].passes, totals(one)
-        means = {"mean" in x.kind for entry in passes for x in known(entry)}
-        if not values or means != {True} or not near(one.factor, 1):
+        passes = one.row[0].passes
+        terms, count = [x for entry in passes for x in known(entry)], len(passes)
+        half = count == 1 and terms[0].kind == "other mean"  # of squares, for example
+        means = len(terms) == count and all("mean" in x.kind for x in terms)
+        same = len({entry["place"] for entry in passes}) == 1 and near(one.factor, 1)
+        if half or not (means and same) or is_right(one):
             continue
-        if is_right(one) or len({entry["place"] for entry in passes}) > 1:
-            continue
-        count, value = len(passes), values[0] / len(passes)
-        known_factors = {
+        hows = {
             f"is not divided by {count}": 1,
             f"is divided by {count} twice": 1 / count**2,
             f"is divided by {size}, the world size": 1 / count / size,
             f"is multiplied by {size}, the world size": size / count,
         }
-        if count == 1 and known(passes[0])[0].kind == "other mean":
-            continue  # half the mean of squares is common
-        if len(known(passes[0])) > 1:
-            continue  # these factors may be weights
-        for how, number in known_factors.items():
-            if near(value, number, 0.002):
-                counts[how, count] += 1
-                break
+        value = [*totals(one), 0.0][0] / count
+        fits = [how for how, number in hows.items() if near(value, number, 0.002)]
+        counts.update((how, count) for how in fits[:1])
     for (how, count), steps in counts.most_common(1):
         if steps >= 0.3 * len(found):
-            what = f"a step has {count} passes, each with a mean loss that {how}"
-            return Breach(what if count > 1 else f"a step has a mean loss that {how}")
+            what = (
+                f"a step has {count} passes, each with" if count > 1 else "a step has"
+            )
+            return Breach(f"{what} a mean loss that {how}")
     return None

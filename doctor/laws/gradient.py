@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import cache
-from statistics import median
+from statistics import median, median_high
 
 from ..job import Job
 from ..law import NOTE, RISK, WRONG, Breach, check, need, several
@@ -34,6 +34,9 @@ class Fit:
     passes: list[dict]  # the passes of rank 0, of rank 1, and so on
     shares: list[float]  # how much each of these passes counts
     solved: bool  # if false, doctor assumes that all passes count equally
+    # Each weight's gradient divided by that of these passes (0: not proportional), and
+    # by the median ratio
+    ratios: dict[str, float]
 
 
 def updates(job: Job) -> list[list[Update]]:
@@ -96,8 +99,17 @@ def fit(row: list[Update]) -> Fit | None:
     guess = [dot(shares, values) for values in zip(*vectors, strict=True)]
     if not (solved := alike([target, guess], 0.03)):
         shares = [factor / len(row)] * len(vectors)
+        guess = [factor * x for x in mean]
+    ratios = {}
+    for number, name in enumerate(row[0].names):
+        before, after = row[0].part(guess, number), row[0].part(target, number)
+        if any(before):
+            ratio = multiple(before, after)
+            ratios[name] = ratio * alike([[ratio * x for x in before], after], 0.1)
+    usual = median_high([x for x in ratios.values() if x] or [1.0])
+    ratios = {name: x / usual for name, x in ratios.items()}
     passes = [entry for one in row for entry in by_share(one)]
-    return Fit(row, factor, passes, shares, solved)
+    return Fit(row, factor, passes, shares, solved, ratios)
 
 
 def multiple(one: list[float], other: list[float]) -> float:

@@ -1,21 +1,17 @@
 """Law 5: a step uses the mean over all samples. Checks each sample's weight."""
 
 from collections import Counter
-from statistics import median, median_high, mode
+from statistics import median, mode
 
 from ..law import NOTE, RISK, Breach, NotJudged, check, need
 from ..neighbours import Input
 from .gradient import (
     Fit,
-    dot,
-    final,
     fits,
     leaked_passes,
-    multiple,
     near,
     not_averaged,
     not_cleared,
-    own,
     sums,
     updates,
 )
@@ -109,7 +105,8 @@ def several(passes: list[dict], most: int) -> list[tuple[Term, ...]]:
 
 def unequal(values: list[float], most: float = 1.1) -> bool:
     """Return whether weights differ more than incomplete last batches can explain."""
-    return bool(values) and max(values) > most * min(values)
+    sizes = [*map(abs, values)]
+    return bool(sizes) and max(sizes) > most * min(sizes)
 
 
 @check(LAW, RISK, general=True, causes=CAUSES, read="lesson 3")
@@ -120,43 +117,40 @@ def mean_gradient(job):
     Not a mistake if: the change is intended.
     """
     rows, found = updates(job), fits(job)
-    if all(alike(sums(row)) for row in rows):
-        raise NotJudged("the ranks' own gradients are equal, or were not seen")
-    if not all(alike([one.used for one in row]) for row in rows):
-        raise NotJudged("the ranks use different gradients")
+    different = [row for row in rows if not alike(sums(row))]
+    need(different, "the ranks' own gradients are equal, or were not seen")
+    same = all(alike([one.used for one in row]) for row in rows)
+    need(same, "the ranks use different gradients")
     need(found, "the gradients before they were clipped, or changed, were not seen")
     size, total = len(job.processes), len(found)
     place = found[0].row[0].passes[-1]["place"]
-    uneven = [x for x in found if x.solved and unequal([*map(abs, x.shares)])]
+    uneven = [x for x in found if x.solved and unequal(x.shares)]
     uneven = [x for x in uneven if unequal(weights(x)) or not weights(x)]
     if len(uneven) > 0.2 * total:
-        same = sum(alike([uneven[0].shares, x.shares], 0.05) for x in uneven)
-        what, mend = shares_of(uneven, total), ""
+        one, mend = uneven[0], ""
+        what = f"in {len(uneven)} of {total} steps, the ranks' passes have different "
+        what += f"weights (rank by rank in step {one.row[0].step + 1}: "
+        what += ", ".join(f"{x:.2f}" for x in one.shares) + ")"
+        same = sum(alike([one.shares, x.shares], 0.05) for x in uneven)
         if same < max(2, len(uneven) / 2):
-            shares = [x * size for one in uneven for x in one.shares]
-            if not all(0 < x < 1.01 for x in shares):  # as in Adasum
-                raise NotJudged(f"{what}; in other steps, they differ")
+            scaled_down = all(0 < x * size < 1.01 for one in uneven for x in one.shares)
+            need(scaled_down, f"{what}; in other steps, they differ")  # as in Adasum
             mend = "Average the gradients first, then clip the average."
         yield Breach(what, place, mend=mend)
         return
-    ratios = [multiples(x) for x in found]
-    pairs = [(x, [*own.values()]) for x, own in zip(found, ratios, strict=True)]
-    strange = [not x.solved and own.count(None) > 0.2 * len(own) for x, own in pairs]
-    if sum(strange) > 0.2 * total:
-        what = "the gradients used are not a multiple of the mean of the ranks' own"
-        raise NotJudged(f"in {sum(strange)} of {total} steps, {what}")
-    off = Counter(k for x in ratios for k, y in x.items() if abs((y or 0) - 1) > 0.1)
+    lists = [[*x.ratios.values()] for x in found if not x.solved]
+    strange = sum(own.count(0) > 0.2 * len(own) for own in lists)
+    text = "the gradients used are not a multiple of the mean of the ranks' own"
+    need(strange <= 0.2 * total, f"in {strange} of {total} steps, {text}")
+    off = Counter(k for x in found for k, y in x.ratios.items() if abs(y - 1) > 0.1)
     if off := [name for name, steps in off.items() if steps > total / 2]:
-        lists = [[own.get(name) or 0 for own in ratios] for name in off]
+        lists = [[x.ratios.get(name, 0) for x in found] for name in off]
         # As when each weight is clipped alone, or frozen for an epoch
-        if all(max(x) > 1.02 * min(x) >= 0 or not any(x) for x in lists):
-            what = "the script scales down or drops the gradients of some weights"
-            raise NotJudged(f"{what}: {listed(off)}")
-        what = f"{len(off)} of {len(ratios[0])} weights use a different multiple of "
-        what += f"the ranks' gradients than the others: {listed(off)}"
-        apart = all(near(x, size) or near(x, 1 / size) for x in sum(lists, []))
-        mend = "Divide all sums by the number of ranks." if apart else ""
-        yield Breach(what, place, mend=mend)
+        scaled_down = all(max(x) > 1.02 * min(x) >= 0 or not any(x) for x in lists)
+        text = "the script scales down or drops the gradients of some weights"
+        need(not scaled_down, f"{text}: {listed(off)}")
+        what = f"{len(off)} of {len(found[0].ratios)} weights use a different multiple "
+        yield Breach(f"{what}of the ranks' gradients: {listed(off)}", place)
         return
     right = [x for x in found if is_right(x)]
     ratio = median(x.factor for x in found)
@@ -164,21 +158,15 @@ def mean_gradient(job):
         readable = [x for x in found if totals(x)]
         if len(readable) > total / 2 or not near(ratio, 1):
             yield Breach("", place, facts=found)
-        raise NotJudged(unread(found, ratio))
-    for one in rows:
-        for entry in one[0].passes:
-            if where := entry.get("received"):
-                text = f"what backward() does with the tensors of other ranks ({where})"
-                raise NotJudged(f"{text} is not seen")
-    wrong = [x for x in found if totals(x) and x not in right]
-    if wrong:
-        value = totals(wrong[0])[0]
-        text = f"in {len(wrong)} of {total} steps, samples count {value:.2f} x as much"
-        raise NotJudged(text)
+        raise NotJudged(unread(found))
+    received = [x["received"] for row in rows for x in row[0].passes if "received" in x]
+    text = "what backward() does with the tensors of other ranks is not seen"
+    need(not received, f"{text}: {listed(received)}")
+    wrong = sum(bool(totals(x)) and x not in right for x in found)
+    need(not wrong, f"in {wrong} of {total} steps, samples have other weights")
     uneven = [any(unequal(weights(x, n)) for n in range(20)) for x in right]
-    if sum(uneven) > len(right) / 2:
-        text = "the losses are means over different numbers of targets"
-        raise NotJudged(f"{text}, or sums of class weights")
+    text = "the losses are means over different numbers of targets, or sums of class "
+    need(sum(uneven) <= len(right) / 2, f"{text}weights")
     text = f"in {len(right)} of {total} steps, the gradient is {ratio:#.4g} x the mean "
     text += f"of {size} ranks' own gradients"
     if not near(ratio, 1):
@@ -186,41 +174,13 @@ def mean_gradient(job):
     yield text
 
 
-def multiples(one: Fit) -> dict[str, float | None]:
-    """Return {weight: the ratio of its gradient to the weighted sum of the ranks' own}.
-
-    The median ratio is set to 1. None: the gradient is no multiple of the sum.
-    """
-    vectors, found = [x for rank in one.row for x in own(rank)], {}
-    total = [dot(one.shares, values) for values in zip(*vectors, strict=True)]
-    used, first = final(one.row)[0], one.row[0]
-    for number, name in enumerate(first.names):
-        before, after = first.part(total, number), first.part(used, number)
-        if any(before):
-            scale = multiple(before, after)
-            fits = alike([[scale * x for x in before], after], 0.1)
-            found[name] = scale if fits else None
-    usual = median_high([x for x in found.values() if x is not None] or [1.0]) or 1
-    return {name: x and x / usual for name, x in found.items()}
-
-
-def shares_of(uneven: list[Fit], total: int) -> str:
-    """Return the weights of the ranks' passes in a step, as text."""
-    told = ", ".join(f"{x:.2f}" for x in uneven[0].shares)
-    what = f"in {len(uneven)} of {total} steps, the ranks' passes have different "
-    return f"{what}weights (rank by rank in step {uneven[0].row[0].step + 1}: {told})"
-
-
-def unread(found: list[Fit], ratio: float) -> str:
+def unread(found: list[Fit]) -> str:
     """Return why the samples' weights are unknown."""
-    values = [x.factor for x in found]
+    values, entry = [x.factor for x in found], found[0].passes[0]
     if not alike([[x] for x in values], 0.02):
         return f"the gradients are {min(values):.3f} to {max(values):.3f} x the mean"
-    entry = found[0].row[0].passes[0]
     if terms := known(entry):
-        count = len(found[0].row[0].passes)
-        text = f"the loss has a factor of {terms[0].factor:.4g} in each of {count} pass"
-        return f"{text}{'es' * (count > 1)}"
+        return f"each pass has a loss with a factor of {terms[0].factor:.4g}"
     return f"how the loss at {entry['place']} averages its samples could not be read"
 
 
@@ -266,7 +226,7 @@ def unequal_means(job):
         terms = [known(entry) for entry in passes]
         single = all(len(x) == 1 and x[0].kind in ("mean", "sum") for x in terms)
         single = single or counted(passes)
-        shares = [*map(abs, one.shares)]
+        shares = one.shares
         if len(passes) > 1 and single and not unequal(shares):
             heavy = any(x[0].weighted for x in terms)  # class weights' sums differ
             seen.append((one, unequal(weights(one), 1.5 if heavy else 1.1), heavy, 0))
