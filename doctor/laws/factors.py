@@ -82,7 +82,7 @@ def loss_scale(job, breach):
     for one in found:
         passes = one.row[0].passes
         terms, count = [x for entry in passes for x in known(entry)], len(passes)
-        half = count == 1 and terms[0].kind == "other mean"  # of squares, for example
+        half = [x.kind for x in terms] == ["other mean"]  # of squares, for example
         means = len(terms) == count and all("mean" in x.kind for x in terms)
         same = len({entry["place"] for entry in passes}) == 1 and near(one.factor, 1)
         if half or not (means and same) or is_right(one):
@@ -98,8 +98,6 @@ def loss_scale(job, breach):
         counts.update((how, count) for how in fits[:1])
     for (how, count), steps in counts.most_common(1):
         if steps >= 0.3 * len(found):
-            what = (
-                f"a step has {count} passes, each with" if count > 1 else "a step has"
-            )
-            return Breach(f"{what} a mean loss that {how}")
+            passes = f"{count} passes, each with " * (count > 1)
+            return Breach(f"a step has {passes}a mean loss that {how}")
     return None
