@@ -127,16 +127,15 @@ def steps_differ(job):
     Not a mistake if: the ranks' weights are averaged later, or only some ranks train.
     """
     several(job)
-    if any(one.by_hand for one in job.of(Step)):
-        raise NotJudged("the script changes the weights without an optimizer")
+    by_hand = any(one.by_hand for one in job.of(Step))
+    need(not by_hand, "the script changes the weights without an optimizer")
     done = {one.rank: one.step for one in job.of(Exit)}
-    if len(done) < len(job.processes):
-        raise NotJudged("not every rank ran to its end")
+    need(len(done) == len(job.processes), "not every rank ran to its end")
     if len({*done.values()}) > 1:
         counts = [f"rank {rank} takes {done[rank]}" for rank in sorted(done)]
         yield Breach(f"{', '.join(counts)} steps", job.of(Step)[0].place)
-        return
-    yield f"{len(done)} ranks took {done[0]:,} steps each"
+    else:
+        yield f"{len(done)} ranks took {done[0]:,} steps each"
 
 
 @check(LAW, WRONG, effects=[steps_differ], read="lesson 11")
@@ -162,22 +161,20 @@ def ends_with_an_error(job):
     Read the traceback above: PyTorch's messages often say what to change.
     """
     for one in errors(job)[:1]:
-        if LOST.search(one.text) and job.hung:
-            return
-        text = one.text.split("\n")[0][:200]
-        what = f"in step {one.step + 1}, rank {one.rank} ends with {text}"
-        yield Breach(what, one.place, mend=NO_GPU * (not one.cuda and not job.of(Step)))
+        if not (LOST.search(one.text) and job.hung):
+            text = one.text.split("\n")[0][:200]
+            what = f"in step {one.step + 1}, rank {one.rank} ends with {text}"
+            mend = NO_GPU * (not one.cuda and not job.of(Step))
+            yield Breach(what, one.place, mend=mend)
         return
-    if job.status and not job.hung and not job.interrupted:
+    need(not job.interrupted, "the job was interrupted")
+    if job.status and not job.hung:
         what = f"the command ends with status {job.status} and no Python error"
+        mend, level = "", WRONG
         if all(process.of(Exit) for process in job.processes):  # atexit ran
-            what += ", after all ranks ended"
+            what, level = f"{what}, after all ranks ended", NOTE
             mend = "For 'terminate called', see Gloo's threads in docs/pitfalls.md."
-            yield Breach(what, level=NOTE, mend=mend)
-            return
-        yield Breach(what)
-    elif job.interrupted:
-        raise NotJudged("the job was interrupted")
+        yield Breach(what, level=level, mend=mend)
     elif not job.hung and len(ended(job)) == len(job.processes):
         yield f"{len(job.processes)} of {len(job.processes)} ended without an error"
 
@@ -206,21 +203,22 @@ def collectives_differ(job):
         if None in calls:
             without = job.processes[calls.index(None)]
             one = next(one for one in calls if one)
-            if stuck(job) or without in gone or behind(job, without, one):
-                what = f"after step {one.step}, rank {one.rank} calls {one.name}(), "
-                what += f"but rank {without.rank} does not"
-                if wait := waiting(without):
-                    what += f" and waits in {wait.what}() at {wait.place} instead"
-                leaves = one.name == "destroy_process_group"
-                yield Breach(what, one.place, mend=LEAVES * leaves)
-                return
-            raise NotJudged("the job ended between two collectives")
+            known = stuck(job) or without in gone or behind(job, without, one)
+            need(known, "the job ended between two collectives")
+            what = f"after step {one.step}, rank {one.rank} calls {one.name}(), "
+            what += f"but rank {without.rank} does not"
+            if wait := waiting(without):
+                what += f" and waits in {wait.what}() at {wait.place} instead"
+            leaves = one.name == "destroy_process_group"
+            yield Breach(what, one.place, mend=LEAVES * leaves)
+            return
+        names = {one.name for one in calls}
         if len({(one.name, one.sent) for one in calls}) > 1:
             made = [f"{x.name}({x.sent}) at {x.place} on rank {x.rank}" for x in calls]
             what, mend = f"collective call {number} is {', but '.join(made)}", ""
-            if len({one.name for one in calls}) == 1:
+            if len(names) == 1:
                 mend = "Give this call the same size, type and root on every rank."
-            if any(one.name == "destroy_process_group" for one in calls):
+            elif "destroy_process_group" in names:
                 mend = LEAVES
             yield Breach(what, calls[0].place, mend=mend)
             return
@@ -269,8 +267,8 @@ def batch_counts_differ(job):
     several(job)
     feeds = [process.loader() for process in job.processes]
     need(all(feeds), "no DataLoader feeds the steps of every rank")
-    if any(one.name == "join" for one in job.of(Call)):
-        raise NotJudged("join() handles ranks that run out of batches")
+    joins = any(one.name == "join" for one in job.of(Call))
+    need(not joins, "join() handles ranks that run out of batches")
     failed = stuck(job) or job.of(Failed)
     failed = failed or (job.status and not job.interrupted and not ended(job))
     epochs = sorted({epoch for one in job.processes for epoch in one.epochs})
@@ -286,8 +284,7 @@ def batch_counts_differ(job):
         if len({*counts}) > 1:
             what = f"ranks 0 to {len(counts) - 1} have {', '.join(map(str, counts))} "
             what += f"batches in epoch {epoch}"
-            level = WRONG if failed else RISK
-            yield Breach(what, feeds[0].place, level=level)
+            yield Breach(what, feeds[0].place, level=WRONG if failed else RISK)
             return
     done = [n for n in epochs if all(one.whole(n) for one in job.processes)]
     need(done, "no epoch was read to its end on every rank")

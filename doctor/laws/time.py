@@ -7,7 +7,7 @@ from statistics import fmean, median
 
 from ..event import Event
 from ..job import Process
-from ..law import SLOW, Breach, Law, NotJudged, check, need
+from ..law import SLOW, Breach, Law, check, need
 from ..moments import Moments, Step
 from ..record import recorder, torch, wrap
 from ..watcher import Watcher
@@ -154,14 +154,12 @@ def parts(one: Spans) -> dict[str, float]:
 
 def time_table(job) -> dict[int, dict[str, float]]:
     """Return each rank's seconds per step by part, or {} if there are too few steps."""
-    table = {}
-    for process in job.processes:
-        rows = [parts(one) for one in timed(process)]
-        if len(rows) < 5:
-            return {}
-        means = {part: fmean(row[part] for row in rows) for part in rows[0]}
-        table[process.rank] = means
-    return table
+    ranks = {one.rank: [*map(parts, timed(one))] for one in job.processes}
+    enough = min(map(len, ranks.values()), default=0) > 4
+    return {
+        rank: {part: fmean(row[part] for row in rows) for part in rows[0]}
+        for rank, rows in (ranks.items() if enough else ())
+    }
 
 
 # --- checks ---
@@ -169,14 +167,12 @@ def time_table(job) -> dict[int, dict[str, float]]:
 
 def walls(job) -> float:
     """Return a step's median duration in seconds; raise NotJudged for short steps."""
-    if job.emulated:
-        raise NotJudged("--cpu emulated the GPUs: times on real GPUs would differ")
+    real = not job.emulated
+    need(real, "--cpu emulated the GPUs: times on real GPUs would differ")
     rows = [[one.wall for one in timed(process)] for process in job.processes]
-    if min(map(len, rows), default=0) < 5:
-        raise NotJudged("too few steps were seen: see --steps")
+    need(min(map(len, rows), default=0) > 4, "too few steps were seen: see --steps")
     wall = max(map(median, rows))
-    if wall < LEAST:
-        raise NotJudged(f"a median step takes {1000 * wall:.1f} ms, less than 50 ms")
+    need(wall >= LEAST, f"a median step takes {1000 * wall:.1f} ms, less than 50 ms")
     return wall
 
 
@@ -190,9 +186,9 @@ def every_micro_batch(job):
     for row in job.rows(Update):
         passes = row[0].passes
         forwards = [one["forwards"][-1] for one in passes if one["forwards"]]
-        places = {one["place"] for one in passes}
-        if len(passes) > 1 and sum(forwards) >= len(passes) and len(places) == 1:
-            what = f"DDP averages gradients {len(passes)} times per step"
+        places, count = {one["place"] for one in passes}, len(passes)
+        if sum(forwards) >= count > 1 == len(places):
+            what = f"DDP averages gradients {count} times per step"
             yield Breach(what, passes[0]["place"])
             return
 
@@ -282,8 +278,7 @@ def threads(job):
     Set OMP_NUM_THREADS to the number of cores divided by the number of processes.
     """
     walls(job)
-    if any(one.device != "cpu" for one in job.of(Runs)):
-        raise NotJudged("the job computes on GPUs")
+    need({x.device for x in job.of(Runs)} == {"cpu"}, "the job computes on GPUs")
     cores, count = job.of(Runs)[0].cores, job.of(Step)[0].threads
     if count * len(job.processes) > 1.5 * cores:
         what = f"{len(job.processes)} processes have {count} threads each"
