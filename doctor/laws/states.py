@@ -133,8 +133,8 @@ class Replicas(Watcher):
             if known is None or known() is not one:
                 label = Moments.here.name(one)
                 self.made[label] += 1
-                if self.made[label] > 1:
-                    label = f"{label} #{self.made[label]}"
+                count = self.made[label]
+                label += f" #{count}" * (count > 1)
                 self.labels[id(one)] = weakref.ref(one), label
             found[label] = one
         return named(found.items())
@@ -151,9 +151,8 @@ def named(pairs) -> dict:
     """Return {name: floating-point tensor}; equal names get numbers."""
     found = {}
     for name, one in pairs:
-        if hasattr(one, "placements") or not one.is_floating_point():
-            continue
-        found[label_of(name.removeprefix("module."), found)] = one
+        if one.is_floating_point() and not hasattr(one, "placements"):
+            found[label_of(name.removeprefix("module."), found)] = one
     return found
 
 

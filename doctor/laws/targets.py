@@ -77,8 +77,7 @@ def same_targets(job):
     losses = [[x.loss for x in row] for row in later]
     means = [fmean(own) for own in zip(*losses, strict=True)]
     above = sum(min(row[1:]) > row[0] for row in losses)
-    text = f"the targets are {one.first} to {one.first + one.count - 1} on every rank, "
-    text += f"among the {one.count * len(same[0])} candidates of all ranks"
+    text = f"the targets are {one.first} to {one.first + one.count - 1} on every rank"
     if above < 0.75 * len(later) or min(means[1:]) < 1.05 * means[0]:
         raise Doubt(f"{text}, which is right if each rank's own candidates come first")
     told = ", ".join(f"{x:.3g} on rank {n}" for n, x in enumerate(means[:4]))
