@@ -42,22 +42,21 @@ def is_right(one: Fit) -> bool:
     found = [[abs(x.factor) * y for y in entry["sums"] if y > 1] for x in known(entry)]
     if all(any(near(x, 1, 1e-4) for x in products) for products in found):
         values = values[:3]  # DDP divides again; do not add up the first few losses
-    if any(near(value, 1) for value in values) or total_of(one):
+    if any(near(value, 1) for value in values) or divided(one):
         return True
     each = [any(near(value, 1) for value in totals(one, place)) for place in places]
     return len(each) > 1 and all(each)
 
 
-def total_of(one: Fit) -> float:
-    """Return the all-reduced sum by which a step's losses are divided, or 0.
+def divided(one: Fit) -> bool:
+    """Return whether a step's losses are divided by an all-reduced sum.
 
     DDP also divides by the number of ranks, so the script multiplies by that number.
     """
-    passes = [entry for rank in one.row for entry in rank.passes]
-    if len(passes) > len(one.row) or not counted(passes):
-        return 0
-    share = abs(known(passes[0])[0].factor) / len(passes)
-    return next((x for x in passes[0]["sums"] if x > 1 and near(share * x, 1, 1e-4)), 0)
+    if len(one.passes) > len(one.row) or not counted(one.passes):
+        return False
+    share = abs(known(one.passes[0])[0].factor) / len(one.passes)
+    return any(x > 1 and near(share * x, 1, 1e-4) for x in one.passes[0]["sums"])
 
 
 def counted(passes: list[dict]) -> bool:
@@ -149,8 +148,11 @@ def mean_gradient(job):
         scaled_down = all(max(x) > 1.02 * min(x) >= 0 or not any(x) for x in lists)
         text = "the script scales down or drops the gradients of some weights"
         need(not scaled_down, f"{text}: {listed(off)}")
-        what = f"{len(off)} of {len(found[0].ratios)} weights use a different multiple "
-        yield Breach(f"{what}of the ranks' gradients: {listed(off)}", place)
+        what = (
+            f"{len(off)} of {len(found[0].ratios)} weights use {lists[0][0]:.3g} times "
+        )
+        what += f"the multiple of the ranks' gradients that others use: {listed(off)}"
+        yield Breach(what, place)
         return
     right = [x for x in found if is_right(x)]
     ratio = median(x.factor for x in found)
@@ -222,23 +224,22 @@ def unequal_means(job):
     counts = counts, [len(x.rows) for x in rank.of(Input)]
     most = min([20, *(mode(x) for x in counts if any(x))])  # a batch's samples
     for one in fitted:
-        passes = [entry for rank in one.row for entry in rank.passes]
-        terms = [known(entry) for entry in passes]
+        terms = [known(entry) for entry in one.passes]
         single = all(len(x) == 1 and x[0].kind in ("mean", "sum") for x in terms)
-        single = single or counted(passes)
-        shares = one.shares
-        if len(passes) > 1 and single and not unequal(shares):
+        if unequal(one.shares):
+            continue
+        if single or counted(one.passes):
             heavy = any(x[0].weighted for x in terms)  # class weights' sums differ
-            seen.append((one, unequal(weights(one), 1.5 if heavy else 1.1), heavy, 0))
-        elif len(passes) > 1 and not unequal(shares):
-            columns = several(passes, most)
+            differ = unequal(weights(one), 1.5 if heavy else 1.1)
+            seen.append((one, differ, heavy, 0))
+        elif columns := several(one.passes, most):
             own = [n for n, column in enumerate(columns) if own_mean(column)]
-            seen += [(one, bool(own), False, min(own, default=0))] if columns else []
+            seen.append((one, bool(own), False, min(own, default=0)))
     need(seen, "no losses with known numbers of targets were seen")
     found = [(one, *rest) for one, differ, *rest in seen if differ]
     if len(found) > len(seen) / 2:
         one, heavy, number = found[0]
-        first = [known(x)[number] for rank in one.row for x in rank.passes][:4]
+        first = [known(entry)[number] for entry in one.passes[:4]]
         what, mean = "each loss is a mean over its own number of targets", True
         if heavy:
             what = "each loss is divided by the sum of its own targets' class weights"

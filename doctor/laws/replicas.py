@@ -134,7 +134,7 @@ def weights_drift(job):
                 when = "at the end"
             elif row is rows[0]:
                 when = "after the first backward pass, before an optimizer's step"
-                mend = "Change weights by equal numbers, such as averaged gradients."
+                mend = "Change the same weights by equal numbers on all ranks."
             if again:
                 text += f"; in step {again[-1]} they are equal again, as in local SGD"
             level = NOTE if again else RISK
@@ -234,13 +234,12 @@ def tensors_drift(job):
         gap = median(between(x, start) for x in values[agreed:])
         moved = [sum(map(ne, a[0], b[0])) for a, b in pairwise(values[agreed:])]
         if count > 2 or (gap < 0.2 and len({*start[:7]}) > 3 and median(moved)):
-            found.append((where, count, name))
+            found.append((where, name))
         elif gap < 0.7 and median(moved) > len(start) / 2:
             unsure.append(name)
     if found:
-        step, count, _ = min(found)
-        what = f"from step {step} on, after {count} equal changes, the ranks have "
-        what += f"different {listed(sorted(x[2] for x in found))}"
+        names = listed(sorted(x[1] for x in found))
+        what = f"{names} are equal on all ranks until step {min(found)[0]}, then differ"
         yield Breach(what, job.of(Step)[0].place)
     if unsure:
         text = "differ between the ranks, perhaps because they are each rank's own sums"
