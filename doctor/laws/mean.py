@@ -148,10 +148,8 @@ def mean_gradient(job):
         scaled_down = all(max(x) > 1.02 * min(x) >= 0 or not any(x) for x in lists)
         text = "the script scales down or drops the gradients of some weights"
         need(not scaled_down, f"{text}: {listed(off)}")
-        what = (
-            f"{len(off)} of {len(found[0].ratios)} weights use {lists[0][0]:.3g} times "
-        )
-        what += f"the multiple of the ranks' gradients that others use: {listed(off)}"
+        what = f"{len(off)} of {len(found[0].ratios)} weights use {lists[0][0]:.3g} "
+        what += f"times the others' multiple of the ranks' gradients: {listed(off)}"
         yield Breach(what, place)
         return
     right = [x for x in found if is_right(x)]

@@ -19,15 +19,14 @@ NONE = "no step with unsharded weights was seen on all ranks"
 
 
 def alike(lists: list, tolerance: float = 1e-3) -> bool:
-    """Return whether all lists of numbers are close to the first list."""
-    return all(len(x) == len(lists[0]) and close(lists[0], x, tolerance) for x in lists)
-
-
-def close(one: list[float], other: list[float], tolerance: float) -> bool:
-    """Return whether two lists are equal up to rounding; NaN and infinity match any."""
-    size = max(math.hypot(*one), math.hypot(*other))
-    gap = math.hypot(*(a - b for a, b in zip(one, other, strict=True)))
-    return not gap > tolerance * size  # true for NaN, too
+    """Return whether all lists equal the first up to rounding; NaN is equal to all."""
+    first = lists[0] if lists else []
+    size = math.hypot(*first)
+    return all(
+        len(x) == len(first)
+        and not math.dist(x, first) > tolerance * max(size, math.hypot(*x))
+        for x in lists
+    )
 
 
 def listed(names: Iterable[str], most: int = 3) -> str:
