@@ -124,29 +124,20 @@ def dot(one: list[float], other: list[float]) -> float:
 
 
 def solve(vectors: list[list[float]], target: list[float]) -> list[float] | None:
-    """Return the factors that bring the weighted sum of vectors closest to a target.
-
-    Return None if the vectors are nearly linearly dependent.
-    """
-    size = len(vectors)
-    norms = [math.sqrt(dot(x, x)) for x in vectors]
+    """Return the least-squares factors of vectors, or None if they are dependent."""
+    norms = [math.hypot(*x) for x in vectors]
     if not all(norms):
         return None
-    rows = [
-        [dot(x, y) / n / m for y, m in zip(vectors, norms, strict=True)]
-        + [dot(x, target) / n]
-        for x, n in zip(vectors, norms, strict=True)
-    ]
-    for n in range(size):  # Gaussian elimination
-        best = max(range(n, size), key=lambda k: abs(rows[k][n]))
-        if abs(rows[best][n]) < 1e-3:
+    units = [[x / n for x in own] for own, n in zip(vectors, norms, strict=True)]
+    rows = [[*(dot(one, x) for x in units), dot(one, target)] for one in units]
+    for n, row in enumerate(rows):  # Gaussian elimination
+        if abs(row[n]) < 1e-3:
             return None
-        rows[n], rows[best] = rows[best], rows[n]
-        for k in range(size):
-            if k != n:
-                share = rows[k][n] / rows[n][n]
-                rows[k] = [a - share * b for a, b in zip(rows[k], rows[n], strict=True)]
-    return [rows[n][size] / rows[n][n] / norms[n] for n in range(size)]
+        for other in rows:
+            if other is not row:
+                factor = other[n] / row[n]
+                other[:] = [a - factor * b for a, b in zip(other, row, strict=True)]
+    return [row[-1] / row[n] / norms[n] for n, row in enumerate(rows)]
 
 
 def near(one: float, other: float, tolerance: float = 0.02) -> bool:

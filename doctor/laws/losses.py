@@ -124,10 +124,7 @@ def terms(node, number=0, factor: float = 1.0, depth: int = 0) -> Iterator[Term]
 
 
 def elements(node, number: int, given, depth: int) -> list[Term]:
-    """Return the terms of a vector of stacked losses, or [] if there is no such vector.
-
-    `given` is the gradient with respect to the node's output that has this number.
-    """
+    """Return the terms of a vector of stacked losses, given an output's gradient."""
     name, size = type(node).__name__, getattr(node, "_saved_self_sym_sizes", ())
     mask = mask_of(children(node)[0]) if name == "SumBackward1" else None
     binary = mask is not None and torch.equal(mask**2, mask * 1)
@@ -242,10 +239,9 @@ def known(entry: dict) -> list[Term]:
 
 
 def factors(entry: dict) -> list[float]:
-    """Return the possible factors of a pass's mean loss, or [] if they are unknown.
+    """Return possible factors of a pass's mean loss: of its first term, or of several.
 
-    These are the factors of the first term, of the first few terms together, and of all
-    terms together. A sum counts as a mean times the number of summands.
+    A sum counts as a mean times the number of summands.
     """
     if not (found := known(entry)):
         return []

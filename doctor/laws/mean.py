@@ -23,10 +23,7 @@ CAUSES = [not_averaged, not_awaited, leaked_passes, not_cleared, weights_differ]
 
 
 def totals(one: Fit, place: str = "") -> list[float]:
-    """Return the possible ratios of a step's gradient to the mean over all its samples.
-
-    If `place` is given, only the passes from that line are used.
-    """
+    """Return how much the samples of all passes, or of one line's, may count."""
     pairs = [*zip(one.shares, one.passes, strict=True)]
     pairs = [(x, factors(entry)) for x, entry in pairs if place in ("", entry["place"])]
     if not all(own for _, own in pairs):
@@ -49,10 +46,7 @@ def is_right(one: Fit) -> bool:
 
 
 def divided(one: Fit) -> bool:
-    """Return whether a step's losses are divided by an all-reduced sum.
-
-    DDP also divides by the number of ranks, so the script multiplies by that number.
-    """
+    """Return whether losses are divided by an all-reduced sum, and not once more."""
     if len(one.passes) > len(one.row) or not counted(one.passes):
         return False
     share = abs(known(one.passes[0])[0].factor) / len(one.passes)
@@ -70,10 +64,7 @@ def counted(passes: list[dict]) -> bool:
 
 
 def weights(one: Fit, number: int = 0) -> list[float]:
-    """Return each target's weight in each pass of a step, or [] if it is unknown.
-
-    A loss may have several terms, each with its own targets.
-    """
+    """Return the weight of a term's targets in each pass, or [] if it is unknown."""
     found = []
     for share, entry in zip(one.shares, one.passes, strict=True):
         if len(terms := known(entry)) <= number:
@@ -92,10 +83,7 @@ def own_mean(column: tuple[Term, ...]) -> bool:
 
 
 def several(passes: list[dict], most: int) -> list[tuple[Term, ...]]:
-    """Return the terms of each of several losses in all passes, if they are known.
-
-    If there are `most` losses, they may be losses of single samples.
-    """
+    """Return each term of the losses in all passes, if fewer than `most` are known."""
     columns = [*zip(*map(known, passes), strict=False)]
     whole = all(len(x["terms"]) == len(columns) < most for x in passes)
     same = all({x.kind for x in one} in ({"mean"}, {"sum"}) for one in columns)

@@ -76,10 +76,7 @@ def equal_steps(job: Job, after: int) -> list[int]:
 
 
 def whole_weights(job: Job, names: list[str]) -> None:
-    """Raise NotJudged if these may be parts of weights, which differ between the ranks.
-
-    In that case, no network has them, and a network without an optimizer changes.
-    """
+    """Raise NotJudged if these may be parts of a changing network's weights."""
     parts = all(re.match(r"weight \d+ of shape ", one) for one in names)
     for what, rows in others(job).items() if parts else ():
         values = [row[0].rows() for row in rows]
@@ -246,9 +243,6 @@ def tensors_drift(job):
 
 
 def between(ranks: list[list[float]], start: list[float]) -> float:
-    """Return how far apart ranks' tensors are, divided by how far they have moved.
-
-    Estimates of the same quantity are closer to each other than to their start.
-    """
+    """Return how far apart ranks' tensors are, divided by how far they have moved."""
     most = max(math.dist(ranks[0], one) for one in ranks[1:])
     return most / (min(math.dist(start, one) for one in ranks) or most)

@@ -118,17 +118,14 @@ class Replicas(Watcher):
             self.write("end", "weights", self.held())
 
     def held(self) -> dict:
-        """Return {name: weight} for all networks that an optimizer has trained.
-
-        Equal names get numbers, in the order in which doctor first saw the weights,
-        because Python frees an old network's weights at a different time on each rank.
-        """
+        """Return {name: weight} for all networks that an optimizer has trained."""
         found, seen = {}, [one() for _, one in Moments.here.known.values()]
         seen = {id(one): one for one in seen if one is not None}
         for network in [*Moments.here.networks]:
             own = {id(x): x for x in network.parameters() if x.requires_grad}
             seen |= own if own.keys() & seen.keys() else {}
         for one in seen.values():
+            # Python frees an old network's weights at a different time on each rank
             known, label = self.labels.get(id(one), (None, ""))
             if known is None or known() is not one:
                 label = Moments.here.name(one)
