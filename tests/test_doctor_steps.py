@@ -186,7 +186,6 @@ HALF, THIRD = (((x, "mean", 8, 1, 1),) for x in (1 / 2, 1 / 3))
 TWICE = plus(times(2, MEAN), TURNED)
 THIRDS = plus(times(2 / 3, SAMPLES[0]), times(1 / 3, SAMPLES[1]))
 UNREAD = ((1.0, ""),)
-SHARDS = [[event(Update, n, factor=x) for n in range(4)] for x in (0.5, 0.7)]
 TOTAL = {"terms": [(x / 17, "sum", 8, 1, 1) for x in (1.0, 2.0)], "sums": [3.0, 34.0]}
 OWN, JOINT = several([1 / 8, 1 / 4, 1 / 3], [1 / 8, 1 / 6, 1]), [1 / 8, 1 / 5, 1 / 2]
 SINGLE = steps(MEAN, 1, OWN)
@@ -234,7 +233,6 @@ GRADIENTS = {
     ),
     "gradients that each rank clips": ("mean_gradient", CLIPPED),
     "a loss scale": ("not judged", steps(times(2**-16, MEAN), terms=UNREAD)),
-    "shards that each rank scales": ("shards_scaled_apart", SHARDS),
     "weights for other sizes": ("held", steps(THIRDS, 1, divided(8, 4))),
     "a gather": ("gathered_without_gradient", steps(MEAN, change=shared_loss)),
     "tensors of other ranks": (

@@ -6,13 +6,13 @@ from functools import partial
 from itertools import compress
 
 from ..event import Event
-from ..law import WRONG, Breach, Law, check, need, several
+from ..law import WRONG, Breach, Law, check, several
 from ..loaders import Loaders
 from ..moments import Moments, weights
 from ..record import place, recorder, torch, wrap
 from ..sample import flat, numbers, picked
 from ..watcher import Watcher
-from .replicas import alike, listed, weights_drift
+from .replicas import listed, weights_drift
 
 AWAIT = "wait", "synchronize", "is_completed", "get_future", "block_current_stream"
 ADAPTIVE = re.compile("Adam|RMSprop|Adagrad|Adadelta|Lamb|Lion|Muon|Rprop|Shampoo")
@@ -33,7 +33,6 @@ class Update(Event):
     lost: list[str]  # lines of passes whose gradients were cleared before the step
     stale: list[str]  # weights that still had the gradients of an earlier step
     clips: list[dict]  # see Passes.clip()
-    factor: float | None  # FSDP2: factor applied to the shards before step()
     place: str
 
     def part(self, values: list[float], number: int) -> list[float]:
@@ -57,7 +56,6 @@ class Passes(Watcher):
         self.lost, self.clips, self.first = {}, [], {}
         self.forwards, self.model = [], lambda: None
         self.scale, self.scaler = None, lambda: None
-        self.sharded, self.shards = lambda: None, None  # FSDP2's optimizer
         self.works = {}  # asynchronous calls that have not been awaited
 
     def hooks(self) -> None:
@@ -134,10 +132,6 @@ class Passes(Watcher):
         entry = self.number, picked(gradient, 8).clone()
         self.local.setdefault(key, []).append(entry)
 
-    def after_backward(self) -> None:
-        if recorder.watching and (optimizer := self.sharded()):
-            self.shards = shard_numbers(optimizer)
-
     def on_clear(self, weights) -> None:
         for key in map(id, weights):
             entries = self.local.pop(key, ())
@@ -178,11 +172,6 @@ class Passes(Watcher):
         # A fused optimizer unscales the gradients itself
         scale = float(getattr(optimizer, "grad_scale", None) or 1)
         gradients = [[x / scale for x in one] for one in gradients]
-        factor, first = None, self.first.setdefault(id(optimizer), recorder.step)
-        if (shards := shard_numbers(optimizer)) is not None:
-            if self.shards is not None:
-                factor = float((shards @ self.shards) / (self.shards @ self.shards))
-            self.sharded = weakref.ref(optimizer)
         each, used = flat(gradients)
         found = [self.local.get(key, []) for key in keys]
         order = sorted({n for one in found for n, _ in one} & {*self.passes})
@@ -207,7 +196,7 @@ class Passes(Watcher):
                 clips.append(one | {"before": before})
         lost = {number for number, key in self.lost.items() if key in keys}
         update = Update(
-            optimizer=first,
+            optimizer=self.first.setdefault(id(optimizer), recorder.step),
             adaptive=bool(ADAPTIVE.search(type(optimizer).__name__)),
             names=[Moments.here.name(one) for one in whole],
             each=each,
@@ -217,7 +206,6 @@ class Passes(Watcher):
             lost=[self.passes[x]["place"] for x in sorted(lost) if x in self.passes],
             stale=[Moments.here.name(one) for one in stale],
             clips=clips,
-            factor=factor,
             place=place(),
         )
         recorder.write(update)
@@ -230,13 +218,6 @@ class Passes(Watcher):
         used = [number for one in self.local.values() for number, _ in one]
         kept = {*used, *self.lost, self.number}
         self.passes = {x: one for x, one in self.passes.items() if x in kept}
-
-
-def shard_numbers(optimizer):
-    """Return a few gradient elements of a rank's shards, as a tensor (N,), or None."""
-    own = [one.grad for one in weights(optimizer) if hasattr(one, "placements")]
-    parts = [picked(one.to_local(), 4) for one in own if one is not None]
-    return torch.cat(parts) if parts else None
 
 
 # --- checks ---
@@ -253,21 +234,3 @@ def not_awaited(job):
         names = listed(one.name for one in found)
         what = f"step {found[0].step + 1} begins before all_reduce(..., async_op=True) "
         yield Breach(f"{what}of gradients is awaited: {names}", found[0].place)
-
-
-@check(LAW, WRONG)
-def shards_scaled_apart(job):
-    """Each rank scales its shards of the gradients by a different factor.
-
-    Call torch.nn.utils.clip_grad_norm_() on the parameters themselves: the norm of
-    their local shards differs between ranks.
-    """
-    several(job)
-    rows = [x for x in job.rows(Update) if all(one.factor for one in x)]
-    need(rows, "no weights are sharded")
-    found = [row for row in rows if not alike([[one.factor] for one in row], 0.01)]
-    if len(found) > len(rows) / 2:
-        factors = ", ".join(f"{one.factor:.3g}" for one in found[0])
-        what = f"in {len(found)} of {len(rows)} steps, the ranks scale their shards of "
-        what += f"the gradients by different factors (in step {found[0][0].step + 1}: "
-        yield Breach(f"{what}{factors})", found[0][0].place)
