@@ -212,7 +212,7 @@ GRADIENTS = {
     "passes that are summed again": ("mean_gradient", steps(TWICE, 2)),
     "two losses": ("held", steps(BOTH, 2, two_losses)),
     "left-over passes": ("leaked_passes", LEFT),
-    "cleared passes": ("cleared_passes", steps(MEAN, lost=["a.py:9"])),
+    "cleared passes": ("not_cleared", steps(MEAN, lost=["a.py:9"])),
     "batches of other sizes": ("unequal_means", steps(MEAN, 1, divided(8, 4))),
     "sums over own counts": ("unequal_means", steps(MEAN, change=own_counts)),
     "sums over a joint count": ("held", steps(MEAN, 1, lambda x, *_: x.update(TOTAL))),

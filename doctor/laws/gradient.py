@@ -214,11 +214,9 @@ def clip_order(job):
     for row in need(rows, "no gradients are clipped"):
         one, level = row[0], ""
         first, last = one.clips[0], one.clips[-1]
-        before = [x.clips[0]["before"] for x in row if x.clips]
-        before = before if len(before) == len(row) and all(map(any, before)) else []
         if first["scaled"]:
             text = "gradients are clipped before they are unscaled"
-        elif not alike(before) and alike([x.used for x in row]):
+        elif not alike(final(row)) and alike([x.used for x in row]):
             text = "each rank clips its own gradients before they are averaged"
         elif last["norm"] and any(last["before"]) and changed(last["before"], one.used):
             text, level = "gradients change after they are clipped", RISK
@@ -237,16 +235,22 @@ def changed(before: list[float], after: list[float]) -> bool:
 
 @check(LAW, WRONG, read="lesson 7")
 def not_cleared(job):
-    """A step also uses the gradients of earlier steps.
+    """Gradients are not cleared exactly once per step.
 
-    Call optimizer.zero_grad() once per step.
+    Call optimizer.zero_grad() once per step, not less often, and not once per pass.
+    Not a mistake if: the passes whose gradients are cleared are not meant to count.
     """
     steps = need(job.of(Update), "no step was seen")
-    for one in [one for one in steps if one.stale][:1]:
+    for one in [x for x in steps if x.stale][:1]:
         what = f"in step {one.step + 1}, {len(one.stale)} weights still have the "
         what += f"gradients of an earlier step: {listed(one.stale)}"
         place = one.passes[0]["place"] if one.passes else one.place
         yield Breach(what, place)
+        return
+    found = [x for x in steps if {*x.lost} & {one["place"] for one in x.passes}]
+    if len(found) > sum(bool(x.passes) for x in steps) / 2:
+        what = f"in {len(found)} of {len(steps)} steps, the gradients of some passes "
+        yield Breach(f"{what}are cleared before the step", found[0].lost[0], level=RISK)
 
 
 @check(LAW, RISK, causes=[not_cleared], read="lesson 7")
@@ -275,19 +279,3 @@ def spans(one: Update) -> bool:
     """Return whether a step's passes use batches from several epochs of a loader."""
     epochs = {(x["loader"], x["epoch"]) for x in one.passes if x["loader"] is not None}
     return len(epochs) > len({loader for loader, _ in epochs})
-
-
-@check(LAW, RISK, causes=[not_cleared], read="lesson 7")
-def cleared_passes(job):
-    """The gradients of some passes are cleared before the step uses them.
-
-    Call zero_grad() once per step, not once per pass.
-    Not a mistake if: these passes are not meant to count.
-    """
-    steps = [one for one in need(job.of(Update), "no step was seen") if one.passes]
-    found = [x for x in steps if {*x.lost} & {one["place"] for one in x.passes}]
-    if steps and len(found) > len(steps) / 2:
-        one = found[0]
-        what = f"in {len(found)} of {len(steps)} steps, the gradients of some passes "
-        what += f"are cleared before the step ({len(one.lost)} in step {one.step + 1})"
-        yield Breach(what, one.lost[0])
