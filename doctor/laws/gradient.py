@@ -153,15 +153,15 @@ def not_averaged(job):
     """
     steps = [row for row in updates(job) if any(row[0].used)]
     found = [(row, names) for row in steps if (names := apart(row))]
-    if not found:
-        seen = any(not alike(sums(row)) for row in steps)
-        need(seen, "the ranks' own gradients are equal, or were not seen")
-        return
-    row, names = found[0]
-    reason, mend, level = reason_of(job, row, names)
-    what = f"in {len(found)} of {len(steps)} steps, from step {row[0].step + 1} on, "
-    what += f"the ranks use different gradients: {reason}"
-    yield Breach(what, row[0].passes[-1]["place"], mend=mend, level=level)
+    seen = found or any(not alike(sums(row)) for row in steps)
+    need(seen, "the ranks' own gradients are equal, or were not seen")
+    for row, names in found[:1]:
+        reason, mend, level = reason_of(job, row, names)
+        what = (
+            f"from step {row[0].step + 1} on, in {len(found)} of {len(steps)} steps, "
+        )
+        what += f"the ranks use different gradients: {reason}"
+        yield Breach(what, row[0].passes[-1]["place"], mend=mend, level=level)
 
 
 def apart(row: list[Update]) -> list[str]:
@@ -268,10 +268,8 @@ def leaked_passes(job):
         usual = median(len(one.passes) for one in own)
         found = [one for one in own if len(one.passes) > usual and spans(one)]
         for one in found[:1]:
-            epochs = sorted({x["epoch"] for x in one.passes})
-            what = f"step {one.step + 1} adds up {len(one.passes)} backward passes, "
-            what += f"others add {usual:g}: it has batches of epochs {epochs[0]} and "
-            what += f"{epochs[-1]}; this happens in {len(found)} of {len(own)} steps"
+            what = f"in {len(found)} of {len(own)} steps, passes of several epochs are "
+            what += f"added: step {one.step + 1} has {len(one.passes)}, not {usual:g}"
             yield Breach(what, one.passes[0]["place"])
 
 

@@ -4,7 +4,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import field
-from itertools import groupby, zip_longest
+from itertools import compress, groupby, zip_longest
 
 from ..event import Event, Exit, Failed
 from ..job import waiting
@@ -269,14 +269,14 @@ def batch_counts_differ(job):
     need(all(feeds), "no DataLoader feeds the steps of every rank")
     joins = any(one.name == "join" for one in job.of(Call))
     need(not joins, "join() handles ranks that run out of batches")
-    failed = stuck(job) or job.of(Failed)
-    failed = failed or (job.status and not job.interrupted and not ended(job))
+    ends_early = job.status and not job.interrupted and not ended(job)
+    failed = stuck(job) or job.of(Failed) or ends_early
+    lengths = [one.length for one in feeds]
     epochs = sorted({epoch for one in job.processes for epoch in one.epochs})
     for epoch in epochs:
         counts = [len(one.batches(epoch)) for one in job.processes]
         whole = [one.whole(epoch) for one in job.processes]
-        ends = [n for n, end in zip(counts, whole, strict=True) if end]
-        lengths = [one.length for one in feeds]
+        ends = [*compress(counts, whole)]
         if failed and None not in lengths and len({*lengths}) > 1:
             counts = lengths
         elif not ends or not (all(whole) or max(counts) > min(ends)):
