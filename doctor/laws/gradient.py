@@ -157,10 +157,8 @@ def not_averaged(job):
     need(seen, "the ranks' own gradients are equal, or were not seen")
     for row, names in found[:1]:
         reason, mend, level = reason_of(job, row, names)
-        what = (
-            f"from step {row[0].step + 1} on, in {len(found)} of {len(steps)} steps, "
-        )
-        what += f"the ranks use different gradients: {reason}"
+        what = f"in {len(found)} of {len(steps)} steps, from step {row[0].step + 1} on,"
+        what += f" the ranks use different gradients: {reason}"
         yield Breach(what, row[0].passes[-1]["place"], mend=mend, level=level)
 
 
