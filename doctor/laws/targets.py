@@ -1,7 +1,6 @@
 """Law 2: ranks are exchangeable. Checks the targets of losses."""
 
 from collections import Counter, defaultdict
-from itertools import combinations
 from math import isfinite, prod, sqrt
 from random import Random
 from statistics import correlation, fmean, pstdev
@@ -93,24 +92,22 @@ def meanings_differ(job):
     Not a mistake if: each rank is meant to learn a task of its own.
     """
     several(job)
-    ranks = [samples(process) for process in job.processes[:4]]
-    for one, other in combinations(range(len(ranks)), 2):
-        own = ranks[one], ranks[other]
-        cells = common(*own)
+    first, *ranks = [samples(process) for process in job.processes[:4]]
+    for rank, other in enumerate(ranks, 1):
+        cells = common(first, other)
         need(len(cells) > 9, "too few samples of each class were seen")
-        rows = [related(x, cells) for x in own]
+        rows = [related(x, cells) for x in (first, other)]
         # These are standard normal numbers if inputs and targets are independent
         sizes = [sum(x * x for x in row) for row in rows]
         count = len(cells)
         found = correlation(*rows) if min(map(pstdev, rows)) else 1
         wanted = sqrt(prod(max(0, 1 - count / size) for size in sizes))
         if found < wanted / 3 and (wanted - found) * sqrt(count) > 5:
-            errors = min(map(beyond, own, [cells] * 2, sizes))
+            errors = min(map(beyond, (first, other), [cells] * 2, sizes))
             if errors > 8:
-                what = f"on ranks {one} and {other}, targets depend on inputs (by "
-                what += f"{errors:.0f} standard errors or more), but differently: over "
-                what += f"{count} pairs of a feature and a class, the correlation is "
-                what += f"{found:.2f}, not about {wanted:.2f}"
+                what = f"on ranks 0 and {rank}, targets depend on inputs ({errors:.0f} "
+                what += "standard errors or more), but differently: the correlation of "
+                what += f"{count} feature-class pairs is {found:.2f}, not {wanted:.2f}"
                 yield Breach(what, job.of(Input)[0].place)
                 return
 
