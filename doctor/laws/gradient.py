@@ -34,8 +34,8 @@ class Fit:
     passes: list[dict]  # the passes of rank 0, of rank 1, and so on
     shares: list[float]  # how much each of these passes counts
     solved: bool  # if false, doctor assumes that all passes count equally
-    # Each weight's gradient divided by that of these passes (0: not proportional), and
-    # by the median ratio
+    # Each weight's gradient divided by that of these passes (NaN if they are not
+    # proportional), and by the median ratio
     ratios: dict[str, float]
 
 
@@ -105,8 +105,9 @@ def fit(row: list[Update]) -> Fit | None:
         before, after = row[0].part(guess, number), row[0].part(target, number)
         if any(before):
             ratio = multiple(before, after)
-            ratios[name] = ratio * alike([[ratio * x for x in before], after], 0.1)
-    usual = median_high([x for x in ratios.values() if x] or [1.0])
+            fits = alike([[ratio * x for x in before], after], 0.1)
+            ratios[name] = ratio if fits else math.nan
+    usual = median_high([x for x in ratios.values() if abs(x) > 0] or [1.0])
     ratios = {name: x / usual for name, x in ratios.items()}
     passes = [entry for one in row for entry in by_share(one)]
     return Fit(row, factor, passes, shares, solved, ratios)

@@ -1,6 +1,7 @@
 """Law 5: a step uses the mean over all samples. Checks each sample's weight."""
 
 from collections import Counter
+from math import isnan
 from statistics import median, mode
 
 from ..law import NOTE, RISK, Breach, NotJudged, check, need
@@ -126,18 +127,18 @@ def mean_gradient(job):
         yield Breach(what, place, mend=mend)
         return
     lists = [[*x.ratios.values()] for x in found if not x.solved]
-    strange = sum(own.count(0) > 0.2 * len(own) for own in lists)
+    strange = sum(sum(map(isnan, own)) > 0.2 * len(own) for own in lists)
     text = "the gradients used are not a multiple of the mean of the ranks' own"
     need(strange <= 0.2 * total, f"in {strange} of {total} steps, {text}")
-    off = Counter(k for x in found for k, y in x.ratios.items() if abs(y - 1) > 0.1)
+    off = Counter(k for x in found for k, y in x.ratios.items() if not near(y, 1, 0.1))
     if off := [name for name, steps in off.items() if steps > total / 2]:
         lists = [[x.ratios.get(name, 0) for x in found] for name in off]
         # As when each weight is clipped alone, or frozen for an epoch
         scaled_down = all(max(x) > 1.02 * min(x) >= 0 or not any(x) for x in lists)
         text = "the script scales down or drops the gradients of some weights"
         need(not scaled_down, f"{text}: {listed(off)}")
-        what = f"{len(off)} of {len(found[0].ratios)} weights use {lists[0][0]:.3g} "
-        what += f"times the others' multiple of the ranks' gradients: {listed(off)}"
+        what = f"{len(off)} of {len(found[0].ratios)} weights use another multiple of "
+        what += f"the ranks' gradients than the others: {listed(off)}"
         yield Breach(what, place)
         return
     right = [x for x in found if is_right(x)]
