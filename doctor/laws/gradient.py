@@ -200,7 +200,11 @@ def reason_of(job: Job, row: list[Update], names: list[str]) -> tuple:
 
 
 @check(
-    LAW, WRONG, causes=[not_awaited], effects=[not_averaged, *EFFECTS], read="lesson 9"
+    LAW,
+    WRONG,
+    causes=[not_awaited],
+    effects=[not_averaged, weights_drift],
+    read="lesson 9",
 )
 def clip_order(job):
     """Gradients are clipped before they are unscaled or averaged.

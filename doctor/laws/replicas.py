@@ -121,6 +121,8 @@ def weights_drift(job):
     ends = [x for x in ends if differing(x)[1] > count / 2]  # or else, most are freed
     pairs = (rows, "weights"), (ends, "weights"), (kept, "optimizer states")
     for own, what in pairs:
+        now_and_then = again and own is kept
+        need(not now_and_then, "the ranks average their weights only now and then")
         if found := first(own, what, 1e-5 if what == "weights" else 1e-4):
             row, text, names = found
             whole_weights(job, names)
@@ -137,8 +139,6 @@ def weights_drift(job):
             yield Breach(f"{when}, {text}", row[0].place, level=level, mend=mend)
             if not again:
                 return
-    if again:
-        raise NotJudged("the ranks average their weights only now and then")
     text = f"{count} weights are equal on {len(rows[0])} ranks before {len(rows)} steps"
     also = ["the weights at the end"] * bool(ends)
     also += ["the optimizer states"] * any(differing(row)[1] for row in kept)
