@@ -88,7 +88,7 @@ def law(report, number):
 def one_pass(terms=((1.0, "mean", 8, 1, 1),), **values):
     """Return a backward pass of a loss with these terms."""
     found = {"place": "a.py:9", "loader": 0, "epoch": 0, "forwards": [True]}
-    found |= {"flag": True, "scale": None, "value": 1.0, "sums": []}
+    found |= {"flag": True, "scale": None, "sums": []}
     return found | {"terms": terms} | values
 
 
@@ -132,7 +132,7 @@ def times(factor, vector):
 
 
 def shared_loss(one, number, rank, n):
-    one |= {"value": 2.0 + n, "gathered": ("a.py:8", True), "received": "a.py:8"}
+    one |= {"gathered": ("a.py:8", True), "received": "a.py:8"}
 
 
 def two_losses(one, number, rank, n):
@@ -186,7 +186,6 @@ HALF, THIRD = (((x, "mean", 8, 1, 1),) for x in (1 / 2, 1 / 3))
 TWICE = plus(times(2, MEAN), TURNED)
 THIRDS = plus(times(2 / 3, SAMPLES[0]), times(1 / 3, SAMPLES[1]))
 UNREAD = ((1.0, ""),)
-SHARDS = [[event(Update, n, factor=x) for n in range(4)] for x in (0.5, 0.7)]
 TOTAL = {"terms": [(x / 17, "sum", 8, 1, 1) for x in (1.0, 2.0)], "sums": [3.0, 34.0]}
 OWN, JOINT = several([1 / 8, 1 / 4, 1 / 3], [1 / 8, 1 / 6, 1]), [1 / 8, 1 / 5, 1 / 2]
 SINGLE = steps(MEAN, 1, OWN)
@@ -213,7 +212,7 @@ GRADIENTS = {
     "passes that are summed again": ("mean_gradient", steps(TWICE, 2)),
     "two losses": ("held", steps(BOTH, 2, two_losses)),
     "left-over passes": ("leaked_passes", LEFT),
-    "cleared passes": ("cleared_passes", steps(MEAN, lost=["a.py:9"])),
+    "cleared passes": ("not_cleared", steps(MEAN, lost=["a.py:9"])),
     "batches of other sizes": ("unequal_means", steps(MEAN, 1, divided(8, 4))),
     "sums over own counts": ("unequal_means", steps(MEAN, change=own_counts)),
     "sums over a joint count": ("held", steps(MEAN, 1, lambda x, *_: x.update(TOTAL))),
@@ -234,7 +233,6 @@ GRADIENTS = {
     ),
     "gradients that each rank clips": ("mean_gradient", CLIPPED),
     "a loss scale": ("not judged", steps(times(2**-16, MEAN), terms=UNREAD)),
-    "shards that each rank scales": ("shards_scaled_apart", SHARDS),
     "weights for other sizes": ("held", steps(THIRDS, 1, divided(8, 4))),
     "a gather": ("gathered_without_gradient", steps(MEAN, change=shared_loss)),
     "tensors of other ranks": (

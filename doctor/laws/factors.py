@@ -17,29 +17,26 @@ def summed(job, breach):
     Divide by the world size once. DDP and Horovod do that; all_reduce() does not.
     Not a mistake if: the learning rate accounts for this factor.
     """
-    found, size = breach.facts, len(job.processes)
-    if not found:
+    if not (found := breach.facts):
         return None
-    scale = found[0].row[0].passes[-1]["scale"]
-    if scale not in (None, 1) and near(found[0].factor, scale):
+    values, size = [x.factor for x in found], len(job.processes)
+    usual, scale = median(values), found[0].row[0].passes[-1]["scale"]
+    if scale not in (None, 1) and near(values[0], scale):
         what = f"the gradients of step {found[0].row[0].step + 1} are still {scale:g} "
         mend = "Call scaler.step(optimizer), not optimizer.step()."
         what += "times too large: nothing unscales them"
         return Breach(what, level=WRONG, mend=mend)
-    values = [x.factor for x in found]
-    for value, how in ((size, "the sum"), (1 / size, f"1/{size} of the mean")):
-        count = sum(near(x, value) for x in values)
-        if count > len(values) / 2:
-            what = f"{count} of {len(found)} steps use {how} of the {size} ranks' "
-            return Breach(f"{what}gradients")
-    exponent = math.log2(values[0]) if values[0] > 0 else 0
-    if exponent < -7 and abs(exponent - round(exponent)) < 1e-3:
-        return None  # the loss scale of a library, which unscales the gradients
-    if len(values) > 2 and not near(values[0], 1):
-        if all(near(x, values[0], 0.01) for x in values):
-            what = f"{len(values)} steps use {values[0]:.3g} times the mean of "
-            return Breach(f"{what}the {size} ranks' gradients")
-    return None
+    count, how = sum(near(x, usual) for x in values), f"{usual:.3g} times the mean"
+    if near(usual, size) or near(usual, 1 / size):
+        how = "the sum" if usual > 1 else f"1/{size} of the mean"
+    else:
+        exponent = math.log2(usual) if usual > 0 else 0
+        # A library may scale the loss by a power of two, and unscale the gradients
+        scaled = exponent < -7 and abs(exponent - round(exponent)) < 1e-3
+        if near(usual, 1) or scaled or count < max(3, len(values)):
+            return None
+    what = f"{count} of {len(found)} steps use {how} of the {size} ranks' gradients"
+    return Breach(what) if count > len(values) / 2 else None
 
 
 @explains(mean_gradient, read="docs/convert.md")
@@ -51,18 +48,16 @@ def summed_loss(job, breach):
     step as one process with batch size N x B.
     Not a mistake if: the learning rate accounts for this factor.
     """
-    found = breach.facts
-    if not found or not near(median(x.factor for x in found), 1):
-        return None
+    found = breach.facts or []
     tied, plain, rows, size = [], [], set(), len(job.processes)
-    for entry in (one.row[0].passes[-1] for one in found):
+    for one in found:
+        entry = one.row[0].passes[-1]
         terms = known(entry)
-        if not terms or {x.kind for x in terms} != {"sum"}:
-            continue
-        sums = [x for x in entry["sums"] if x > 1]
-        tied += [x for x in sums if near(abs(terms[0].factor) * x, 1, 1e-4)][:1]
-        plain += {f"{abs(x.factor):.4g}" for x in terms if abs(x.factor) > 0.99}
-        rows |= {(x.rows, x.each) for x in terms}
+        if {x.kind for x in terms} == {"sum"} and near(one.factor, 1):
+            products = [(abs(terms[0].factor) * x, x) for x in entry["sums"] if x > 1]
+            tied += [x for product, x in products if near(product, 1, 1e-4)][:1]
+            plain += {f"{abs(x.factor):.4g}" for x in terms if abs(x.factor) > 0.99}
+            rows |= {(x.rows, x.each) for x in terms}
     if len(tied) > len(found) / 2:
         what = f"the loss is divided by a sum over all ranks ({tied[0]:g} in step 1), "
         mend = f"Multiply the loss by {size}, the world size."
@@ -85,31 +80,24 @@ def loss_scale(job, breach):
     """
     found, counts, size = breach.facts or (), Counter(), len(job.processes)
     for one in found:
-        passes, values = one.row[0].passes, totals(one)
-        means = {"mean" in x.kind for entry in passes for x in known(entry)}
-        if not values or means != {True} or not near(one.factor, 1):
+        passes = one.row[0].passes
+        terms, count = [x for entry in passes for x in known(entry)], len(passes)
+        half = [x.kind for x in terms] == ["other mean"]  # of squares, for example
+        means = len(terms) == count and all("mean" in x.kind for x in terms)
+        same = len({entry["place"] for entry in passes}) == 1 and near(one.factor, 1)
+        if half or not (means and same) or is_right(one):
             continue
-        if is_right(one) or len({entry["place"] for entry in passes}) > 1:
-            continue
-        count, single = len(passes), len(known(passes[0])) == 1
-        value, whole = values[0] / count, values[1] / count
-        known_factors = {
+        hows = {
             f"is not divided by {count}": 1,
             f"is divided by {count} twice": 1 / count**2,
             f"is divided by {size}, the world size": 1 / count / size,
             f"is multiplied by {size}, the world size": size / count,
         }
-        if count == 1 and known(passes[0])[0].kind == "other mean":
-            continue  # half the mean of squares is common
-        equal = len({x.factor for x in known(passes[0])}) == 1  # or else, weights
-        if not (single or equal and near(whole, 1 / count / size, 0.002)):
-            continue
-        for how, number in known_factors.items():
-            if any(near(x, number, 0.002) for x in (value, whole)):
-                counts[how, count] += 1
-                break
+        value = [*totals(one), 0.0][0] / count
+        fits = [how for how, number in hows.items() if near(value, number, 0.002)]
+        counts.update((how, count) for how in fits[:1])
     for (how, count), steps in counts.most_common(1):
         if steps >= 0.3 * len(found):
-            what = f"a step has {count} passes, each with a mean loss that {how}"
-            return Breach(what if count > 1 else f"a step has a mean loss that {how}")
+            passes = f"{count} passes, each with " * (count > 1)
+            return Breach(f"a step has {passes}a mean loss that {how}")
     return None

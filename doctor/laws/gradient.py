@@ -3,18 +3,25 @@
 import math
 from dataclasses import dataclass
 from functools import cache
-from statistics import median
+from statistics import median, median_high
 
 from ..job import Job
 from ..law import NOTE, RISK, WRONG, Breach, check, need, several
-from ..sample import digest
+from .losses import by_share
 from .meeting import collectives_differ
 from .passes import LAW, Update, not_awaited
-from .replicas import DRIFT, alike, buffers_differ, equal_steps, listed, weights_differ
+from .replicas import (
+    alike,
+    buffers_differ,
+    equal_steps,
+    listed,
+    weights_differ,
+    weights_drift,
+)
 from .states import Layout
 
 CAUSES = weights_differ, not_awaited, collectives_differ  # of unequal gradients
-EFFECTS = buffers_differ, *DRIFT
+EFFECTS = buffers_differ, weights_drift
 UNKNOWNS = 12  # maximum number of passes (on all ranks) whose shares doctor computes
 
 
@@ -24,10 +31,12 @@ class Fit:
 
     row: list[Update]
     factor: float  # the used gradient, divided by the mean of the ranks' own gradients
-    shares: list[list[float]]  # how much each pass of each rank counts
+    passes: list[dict]  # the passes of rank 0, of rank 1, and so on
+    shares: list[float]  # how much each of these passes counts
     solved: bool  # if false, doctor assumes that all passes count equally
-    off: list[str]  # weights that do not fit
-    count: int  # number of weights with a gradient
+    # Each weight's gradient divided by that of these passes (NaN if they are not
+    # proportional), and by the median ratio
+    ratios: dict[str, float]
 
 
 def updates(job: Job) -> list[list[Update]]:
@@ -35,9 +44,9 @@ def updates(job: Job) -> list[list[Update]]:
     several(job)
     found = []
     for row in job.rows(Update):
-        finite = all(map(math.isfinite, [x for one in row for x in one.used]))
-        same = len({digest(one.names, one.optimizer) for one in row}) == 1
-        if same and finite and all(one.passes for one in row) and row[0].names:
+        same = len({(one.optimizer, *one.names) for one in row}) == 1
+        finite = all(math.isfinite(x) for one in row for x in one.used)
+        if same and finite and row[0].names and all(one.passes for one in row):
             found.append(row)
     why = "no step with unsharded weights was seen on all ranks after a backward pass"
     return need(found, why)
@@ -45,9 +54,8 @@ def updates(job: Job) -> list[list[Update]]:
 
 def own(one: Update) -> list[list[float]]:
     """Return a rank's own gradients of each pass, divided by the pass's loss scale."""
-    scales = [entry["scale"] or 1 for entry in one.passes]
-    pairs = zip(one.local, scales, strict=False)
-    return [[x / scale for x in values] for values, scale in pairs]
+    pairs = zip(one.local, one.passes, strict=False)
+    return [[x / (entry["scale"] or 1) for x in values] for values, entry in pairs]
 
 
 def summed_up(vectors: list[list[float]]) -> list[float]:
@@ -55,10 +63,9 @@ def summed_up(vectors: list[list[float]]) -> list[float]:
     return [sum(values) for values in zip(*vectors, strict=True)]
 
 
-def apart(row: list[Update], lists: list[list[float]]) -> list[int]:
-    """Return the indices of the weights for which the ranks' lists differ."""
-    parts = range(len(row[0].names))
-    return [n for n in parts if not alike([row[0].part(x, n) for x in lists])]
+def sums(row: list[Update]) -> list[list[float]]:
+    """Return the sums of the ranks' own gradients in a step."""
+    return [summed_up(own(one)) for one in row]
 
 
 def final(row: list[Update]) -> list[list[float]]:
@@ -79,39 +86,37 @@ def fits(job: Job) -> list[Fit]:
 
 def fit(row: list[Update]) -> Fit | None:
     """Return the Fit of a step, or None if it cannot be computed."""
-    used, vectors = final(row), [own(one) for one in row]
-    sums = [summed_up(one) for one in vectors]
-    clipped = [one.clips for one in row if one.clips]
-    seen = all(len(x) == 1 and any(x[0]["before"]) for x in clipped)
-    if not seen or not alike(used) or not any(used[0]) or alike(sums):
+    used, vectors = final(row), [x for one in row for x in own(one)]
+    clips = [one.clips for one in row if one.clips]
+    seen = all(len(x) == 1 and any(x[0]["before"]) for x in clips)
+    if not seen or not alike(used) or not any(used[0]) or alike(sums(row)):
         return None
-    target = used[0]
-    mean = [x / len(row) for x in summed_up(sums)]
-    square = dot(mean, mean)
-    factor = dot(mean, target) / square if square else math.nan
-    flat = [x for one in vectors for x in one]
-    there = sum(map(any, zip(target, *flat, strict=True)))
-    enough = len(flat) <= min(UNKNOWNS, there / 2)
-    shares = solve(flat, target) if enough else None
-    pairs = zip(shares or (), flat, strict=False)
-    guess = summed_up([[share * x for x in own] for share, own in pairs])
-    solved = bool(shares) and alike([target, guess], 0.03)
-    if not solved:
-        shares = [factor / len(row)] * len(flat)
+    target, mean = used[0], [x / len(row) for x in summed_up(vectors)]
+    factor = multiple(mean, target)
+    there = sum(map(any, zip(target, *vectors, strict=True)))
+    enough = len(vectors) <= min(UNKNOWNS, there / 2)
+    shares = (enough and solve(vectors, target)) or [0.0] * len(vectors)
+    guess = [dot(shares, values) for values in zip(*vectors, strict=True)]
+    if not (solved := alike([target, guess], 0.03)):
+        shares = [factor / len(row)] * len(vectors)
         guess = [factor * x for x in mean]
-    numbers = range(len(row[0].names))
-    parts = [[row[0].part(x, n) for x in (target, guess, mean)] for n in numbers]
-    seen = [n for n in numbers if any(map(any, parts[n]))]
-    off = [row[0].names[n] for n in seen if not alike(parts[n][:2], 0.1)]
-    rest = iter(shares)
-    return Fit(
-        row=row,
-        factor=factor,
-        shares=[[next(rest) for _ in one] for one in vectors],
-        solved=solved,
-        off=off,
-        count=len(seen),
-    )
+    ratios = {}
+    for number, name in enumerate(row[0].names):
+        before, after = row[0].part(guess, number), row[0].part(target, number)
+        if any(before):
+            ratio = multiple(before, after)
+            fits = alike([[ratio * x for x in before], after], 0.1)
+            ratios[name] = ratio if fits else math.nan
+    usual = median_high([x for x in ratios.values() if abs(x) > 0] or [1.0])
+    ratios = {name: x / usual for name, x in ratios.items()}
+    passes = [entry for one in row for entry in by_share(one)]
+    return Fit(row, factor, passes, shares, solved, ratios)
+
+
+def multiple(one: list[float], other: list[float]) -> float:
+    """Return the factor that brings the first vector closest to the other one."""
+    square = dot(one, one)
+    return dot(one, other) / square if square else math.nan
 
 
 def dot(one: list[float], other: list[float]) -> float:
@@ -120,29 +125,20 @@ def dot(one: list[float], other: list[float]) -> float:
 
 
 def solve(vectors: list[list[float]], target: list[float]) -> list[float] | None:
-    """Return the factors that bring the weighted sum of vectors closest to a target.
-
-    Return None if the vectors are nearly linearly dependent.
-    """
-    size = len(vectors)
-    norms = [math.sqrt(dot(x, x)) for x in vectors]
+    """Return the least-squares factors of vectors, or None if they are dependent."""
+    norms = [math.hypot(*x) for x in vectors]
     if not all(norms):
         return None
-    rows = [
-        [dot(x, y) / n / m for y, m in zip(vectors, norms, strict=True)]
-        + [dot(x, target) / n]
-        for x, n in zip(vectors, norms, strict=True)
-    ]
-    for n in range(size):  # Gaussian elimination
-        best = max(range(n, size), key=lambda k: abs(rows[k][n]))
-        if abs(rows[best][n]) < 1e-3:
+    units = [[x / n for x in own] for own, n in zip(vectors, norms, strict=True)]
+    rows = [[*(dot(one, x) for x in units), dot(one, target)] for one in units]
+    for n, row in enumerate(rows):  # Gaussian elimination
+        if abs(row[n]) < 1e-3:
             return None
-        rows[n], rows[best] = rows[best], rows[n]
-        for k in range(size):
-            if k != n:
-                share = rows[k][n] / rows[n][n]
-                rows[k] = [a - share * b for a, b in zip(rows[k], rows[n], strict=True)]
-    return [rows[n][size] / rows[n][n] / norms[n] for n in range(size)]
+        for other in rows:
+            if other is not row:
+                factor = other[n] / row[n]
+                other[:] = [a - factor * b for a, b in zip(other, row, strict=True)]
+    return [row[-1] / row[n] / norms[n] for n, row in enumerate(rows)]
 
 
 def near(one: float, other: float, tolerance: float = 0.02) -> bool:
@@ -157,58 +153,58 @@ def not_averaged(job):
     Wrap the network in DistributedDataParallel, and call the DDP model.
     """
     steps = [row for row in updates(job) if any(row[0].used)]
-    found = [(row, apart(row, final(row))) for row in steps]
-    found = [(row, names) for row, names in found if names]
-    if not found:
-        seen = any(not alike([summed_up(own(x)) for x in row]) for row in steps)
-        need(seen, "the ranks' own gradients are equal, or were not seen")
-        return
-    (row, differ), first = found[0], found[0][0][0]
-    names, place = [first.names[n] for n in differ], first.passes[-1]["place"]
-    what = f"in {len(found)} of {len(steps)} steps, from step {first.step + 1} on, the "
-    what += "ranks use different gradients: "
-    later = [x for x in updates(job) if x[0].step > first.step]
-    reason, mend, level = reason_of(job, row, names, later)
-    yield Breach(what + reason, place, mend=mend, level=level)
+    found = [(row, names) for row in steps if (names := apart(row))]
+    seen = found or any(not alike(sums(row)) for row in steps)
+    need(seen, "the ranks' own gradients are equal, or were not seen")
+    for row, names in found[:1]:
+        reason, mend, level = reason_of(job, row, names)
+        what = f"in {len(found)} of {len(steps)} steps, from step {row[0].step + 1} on,"
+        what += f" the ranks use different gradients: {reason}"
+        yield Breach(what, row[0].passes[-1]["place"], mend=mend, level=level)
 
 
-def reason_of(job: Job, row: list[Update], names: list[str], later) -> tuple:
+def apart(row: list[Update]) -> list[str]:
+    """Return the weights whose gradients differ between the ranks."""
+    lists, names = final(row), enumerate(row[0].names)
+    return [x for n, x in names if not alike([row[0].part(y, n) for y in lists])]
+
+
+def reason_of(job: Job, row: list[Update], names: list[str]) -> tuple:
     """Return the reason why gradients are not averaged, the advice and the level."""
-    one, wrapped = row[0], bool(job.of(Layout))
+    one, layouts = row[0], job.processes[0].of(Layout)
     forwards = [x["forwards"][-1] for x in one.passes if x["forwards"]]
-    count = len(one.passes)
-    if wrapped and not forwards:
+    if layouts and not forwards:
         mend = "Call model(x), not model.module(x) or the network inside."
         return "DDP's forward() is not called, so DDP averages nothing", mend, ""
-    if wrapped and not forwards[-1]:
-        done = [n + 1 for n, x in enumerate(forwards) if x]
+    if layouts and not forwards[-1]:
         if one.passes[-1]["flag"]:  # set between forward() and backward()
-            what = f"DDP averages {f'pass {done[0]}' if done else 'none'} of {count}, "
             mend = "Set require_backward_grad_sync before forward(), which reads it."
-            return f"{what}because the flag is set after forward()", mend, ""
-        what = f"no_sync() is active in {forwards.count(False)} of {count} passes"
+            return "DDP's flag is set after forward(), which is too late", mend, ""
         mend = "Use no_sync() in all passes of a step except the last."
-        return what + ", including the last one", mend, ""
+        what = f"no_sync() is active in {forwards.count(False)} of {len(one.passes)} "
+        return f"{what}passes, including the last one", mend, ""
     total = sum(any(one.part(one.used, n)) for n in range(len(one.names)))
     if len(names) < total:
         what = f"{len(names)} of {total} weights are not averaged: {listed(names)}"
-        layouts = [x for x in job.processes[0].of(Layout) if x.step <= one.step]
-        last = layouts[-1] if layouts else None
-        if last and {*names} <= {*last.frozen}:
-            what += f"; they were frozen when DDP was made in {last.place}"
-            mend = "Wrap the network in DDP again after you unfreeze weights: DDP "
-            mend += "averages only weights that required gradients when it was made."
-            return what, mend, ""
         mend = "Average these weights, too. With DDP, create them before you wrap the "
-        return what, f"{mend}network, and use its forward().", ""
-    if not wrapped and any(same for step, same in equal_steps(job) if step > one.step):
+        mend += "network, and use its forward()."
+        for last in [x for x in layouts if x.step <= one.step][-1:]:
+            if {*names} <= {*last.frozen}:
+                what += f"; they were frozen when DDP was made in {last.place}"
+                mend = "Wrap the network in DDP again after you unfreeze weights."
+        return what, mend, ""
+    if not layouts and equal_steps(job, one.step):
         mend = "Change nothing if you average weights instead of gradients."
         return "their weights become equal again, as in local SGD", mend, NOTE
     return f"nothing averages {listed(names)}", "", ""
 
 
 @check(
-    LAW, WRONG, causes=[not_awaited], effects=[not_averaged, *DRIFT], read="lesson 9"
+    LAW,
+    WRONG,
+    causes=[not_awaited],
+    effects=[not_averaged, weights_drift],
+    read="lesson 9",
 )
 def clip_order(job):
     """Gradients are clipped before they are unscaled or averaged.
@@ -221,16 +217,12 @@ def clip_order(job):
     for row in need(rows, "no gradients are clipped"):
         one, level = row[0], ""
         first, last = one.clips[0], one.clips[-1]
-        before = [x.clips[0]["before"] for x in row if x.clips]
-        before = before if len(before) == len(row) and all(map(any, before)) else []
         if first["scaled"]:
             text = "gradients are clipped before they are unscaled"
-        elif not alike(before) and alike([x.used for x in row]):
+        elif not alike(final(row)) and alike([x.used for x in row]):
             text = "each rank clips its own gradients before they are averaged"
         elif last["norm"] and any(last["before"]) and changed(last["before"], one.used):
             text, level = "gradients change after they are clipped", RISK
-        elif len({x["passes"] for x in one.clips}) == len(one.passes) > 1:
-            text, level = "each micro-batch's gradients are clipped", RISK
         else:
             continue
         what = f"in step {one.step + 1}, {text}"
@@ -240,23 +232,28 @@ def clip_order(job):
 
 def changed(before: list[float], after: list[float]) -> bool:
     """Return whether `after` is not a positive multiple of `before` (within 1 %)."""
-    value = dot(before, after) / (dot(before, before) or 1)
+    value = multiple(before, after)
     return value <= 0 or not alike([[value * x for x in before], after], 0.01)
 
 
 @check(LAW, WRONG, read="lesson 7")
 def not_cleared(job):
-    """A step also uses the gradients of earlier steps.
+    """Gradients are not cleared exactly once per step.
 
-    Call optimizer.zero_grad() once per step.
+    Call optimizer.zero_grad() once per step, not less often, and not once per pass.
+    Not a mistake if: the passes whose gradients are cleared are not meant to count.
     """
     steps = need(job.of(Update), "no step was seen")
-    if found := [one for one in steps if one.stale]:
-        one = found[0]
+    for one in [x for x in steps if x.stale][:1]:
         what = f"in step {one.step + 1}, {len(one.stale)} weights still have the "
         what += f"gradients of an earlier step: {listed(one.stale)}"
         place = one.passes[0]["place"] if one.passes else one.place
         yield Breach(what, place)
+        return
+    found = [x for x in steps if {*x.lost} & {one["place"] for one in x.passes}]
+    if len(found) > sum(bool(x.passes) for x in steps) / 2:
+        what = f"in {len(found)} of {len(steps)} steps, the gradients of some passes "
+        yield Breach(f"{what}are cleared before the step", found[0].lost[0], level=RISK)
 
 
 @check(LAW, RISK, causes=[not_cleared], read="lesson 7")
@@ -267,39 +264,19 @@ def leaked_passes(job):
     losses by the group's size), or call zero_grad() at the start of each epoch.
     Not a mistake if: the number of passes per step is meant to vary.
     """
-    for process in job.processes[:1]:
-        steps = [one for one in process.of(Update) if one.passes]
-        for optimizer in {one.optimizer for one in steps}:
-            own = [one for one in steps if one.optimizer == optimizer]
-            usual = median(len(one.passes) for one in own)
-            found = [one for one in own if len(one.passes) > usual and spans(one)]
-            if found:
-                one = found[0]
-                epochs = sorted({x["epoch"] for x in one.passes})
-                what = f"step {one.step + 1} adds up {len(one.passes)} backward "
-                what += f"passes, others add {usual:g}: it has batches of epochs "
-                what += f"{epochs[0]} and {epochs[-1]}; this happens in {len(found)} "
-                what += f"of {len(own)} steps"
-                yield Breach(what, one.passes[0]["place"])
+    need(job.of(Update), "no step was seen")
+    steps = [one for one in job.processes[0].of(Update) if one.passes]
+    for optimizer in {one.optimizer for one in steps}:
+        own = [one for one in steps if one.optimizer == optimizer]
+        usual = median(len(one.passes) for one in own)
+        found = [one for one in own if len(one.passes) > usual and spans(one)]
+        for one in found[:1]:
+            what = f"in {len(found)} of {len(own)} steps, passes of several epochs are "
+            what += f"added: step {one.step + 1} has {len(one.passes)}, not {usual:g}"
+            yield Breach(what, one.passes[0]["place"])
 
 
 def spans(one: Update) -> bool:
     """Return whether a step's passes use batches from several epochs of a loader."""
     epochs = {(x["loader"], x["epoch"]) for x in one.passes if x["loader"] is not None}
     return len(epochs) > len({loader for loader, _ in epochs})
-
-
-@check(LAW, RISK, causes=[not_cleared], read="lesson 7")
-def cleared_passes(job):
-    """The gradients of some passes are cleared before the step uses them.
-
-    Call zero_grad() once per step, not once per pass.
-    Not a mistake if: these passes are not meant to count.
-    """
-    steps = [one for one in need(job.of(Update), "no step was seen") if one.passes]
-    found = [x for x in steps if {*x.lost} & {one["place"] for one in x.passes}]
-    if steps and len(found) > len(steps) / 2:
-        one = found[0]
-        what = f"in {len(found)} of {len(steps)} steps, the gradients of some passes "
-        what += f"are cleared before the step ({len(one.lost)} in step {one.step + 1})"
-        yield Breach(what, one.lost[0])

@@ -22,8 +22,6 @@ RECEIVE = """all_gather all_gather_into_tensor all_gather_single all_to_all scat
     all_to_all_single broadcast all_reduce reduce_scatter reduce_scatter_tensor
     allgather allreduce allreduce_ broadcast_""".split()
 MOST = 20  # maximum number of terms of a loss
-NODES = 2000  # maximum number of nodes to read in a graph
-FIRST = 4  # number of steps whose graphs doctor searches for the user's functions
 
 
 class Term(NamedTuple):
@@ -41,8 +39,7 @@ class Losses(Watcher):
     """Reads from each loss's graph how the script sums and divides the loss."""
 
     def __init__(self):
-        self.sums, self.received, self.printed = [], [], False
-        self.backing, self.fresh = False, True
+        self.sums, self.received, self.fresh = [], [], True
         self.validated = set()  # networks evaluated in this pass
 
     def on_input(self, network, inputs) -> None:
@@ -50,59 +47,45 @@ class Losses(Watcher):
         trains = torch.is_grad_enabled()
         # This is the pass's first network, or the network was just validated
         if self.fresh or (trains and key in self.validated):
-            self.received, self.fresh, self.printed = [], False, False
-            self.validated = set()
+            self.received, self.fresh, self.validated = [], False, set()
         self.validated |= set() if trains or network.training else {key}
 
     def on_collective(self, name, arguments, options, where) -> None:
-        current = Passes.here.current
-        if self.backing and current is not None:
-            current["meets"] = True
         if not recorder.watching or name not in RECEIVE or not arguments:
             return
         given = [*arguments[:2], *options.values()]
         flat = [y for x in given for y in (x if isinstance(x, list) else [x])]
-        own = [x for x in flat if isinstance(x, torch.Tensor)][-1:]
-        if own and own[0].numel() == 1:  # perhaps the loss, for printing
-            self.printed = True
-        # Many scripts gather a batch's losses (one dimension) to print them
-        if own and own[0].is_floating_point() and own[0].dim() > 1 and not in_torch():
-            tracks = own[0].requires_grad and torch.is_grad_enabled()
-            gathers = name.startswith("all_gather")
-            entry = given[0] if gathers else [], tracks and gathers, where
-            self.received = [*self.received[-15:], entry]
+        for own in [x for x in flat if isinstance(x, torch.Tensor)][-1:]:
+            # Many scripts gather a batch's losses (one dimension) to print them
+            if own.is_floating_point() and own.dim() > 1 and not in_torch():
+                gathers = name.startswith("all_gather")
+                tracks = gathers and own.requires_grad and torch.is_grad_enabled()
+                results = given[0] if gathers else []
+                results = results if isinstance(results, (list, tuple)) else [results]
+                self.received = [*self.received[-15:], (results, tracks, where)]
 
     def after_collective(self, name, tensors, where, seconds) -> None:
-        small = [one for one in tensors if one.numel() <= 16]
-        if name == "all_reduce" and small and recorder.watching:
-            self.sums = [*self.sums[-8:], *(one.detach().clone() for one in small)]
+        if name == "all_reduce" and recorder.watching:
+            small = [one.detach().clone() for one in tensors if one.numel() <= 16]
+            self.sums = [*self.sums, *small][-9:]
 
     def on_backward(self, root) -> None:
-        received, printed = self.received, self.printed
-        self.received, self.printed = [], False
-        current, self.fresh = Passes.here.current, True
-        self.backing = True
+        received, self.received, self.fresh = self.received, [], True
+        current = Passes.here.current
         if not recorder.watching or current is None:
             return
         for results, tracks, where in received:
             current["received"] = where
-            results = results if isinstance(results, (list, tuple)) else [results]
             own = [one.requires_grad for one in results]
             put_back = any(own) and (len(own) == 1 or not all(own))
             if put_back or (tracks and not any(own)):
                 current["gathered"] = where, put_back
         if isinstance(root, torch.Tensor) and root.numel() == 1 and root.grad_fn:
-            current["value"] = 0 if printed else root.detach()
             with root.device:
                 current["terms"] = [*map(tuple, terms(root.grad_fn))][:MOST]
             current["outer"] = outer(root.grad_fn)
             sums = [x for one in self.sums for x in one.flatten().tolist()]
             current["sums"] = sums[-64:]
-            if recorder.step < FIRST:
-                current["own"] = has_own_function(root.grad_fn)
-
-    def after_backward(self) -> None:
-        self.backing = False
 
     def after_step(self, optimizer, weights) -> None:
         self.sums = []
@@ -112,20 +95,6 @@ def in_torch() -> bool:
     """Return whether a PyTorch layer, such as SyncBatchNorm, calls the collective."""
     files = (one.f_code.co_filename for one, _ in walk_stack(sys._getframe(1)))
     return any(one.endswith("torch/nn/modules/_functions.py") for one in files)
-
-
-def has_own_function(root) -> bool:
-    """Return whether a graph has the user's own functions, which may communicate."""
-    seen, waiting = {root}, [root]
-    while waiting and len(seen) < NODES:
-        node = waiting.pop()
-        own = isinstance(node, torch.autograd.function.BackwardCFunction)
-        if own and not type(node).__name__.startswith("_DDP"):
-            return True
-        new = {x for x, _ in node.next_functions if x is not None} - seen
-        seen |= new
-        waiting += new
-    return bool(waiting)
 
 
 def children(node) -> list:
@@ -145,7 +114,7 @@ def terms(node, number=0, factor: float = 1.0, depth: int = 0) -> Iterator[Term]
     elif not added and (found := elements(node, number, torch.ones(()), depth)):
         yield from (x._replace(factor=factor * x.factor) for x in found)
     elif name.startswith((*MEANS, "Sum")):
-        yield averaged(node, name, factor, sizes(node), edges[0][0])
+        yield averaged(node, factor)
     elif added or name.startswith(PASSED):
         for edge in edges:
             sign = -1 if name.startswith("Neg") else 1
@@ -155,10 +124,7 @@ def terms(node, number=0, factor: float = 1.0, depth: int = 0) -> Iterator[Term]
 
 
 def elements(node, number: int, given, depth: int) -> list[Term]:
-    """Return the terms of a vector of stacked losses, or [] if there is no such vector.
-
-    `given` is the gradient with respect to the node's output that has this number.
-    """
+    """Return the terms of a vector of stacked losses, given an output's gradient."""
     name, size = type(node).__name__, getattr(node, "_saved_self_sym_sizes", ())
     mask = mask_of(children(node)[0]) if name == "SumBackward1" else None
     binary = mask is not None and torch.equal(mask**2, mask * 1)
@@ -211,29 +177,26 @@ def outer(node) -> list[float]:
     return found
 
 
-def sizes(node) -> tuple[int, ...]:
-    """Return the shape of the tensor that a node averages or sums."""
-    shape = getattr(node, "_saved_self_sym_sizes", None)
-    return tuple(shape if shape is not None else node._saved_self.shape)
-
-
-def averaged(node, name: str, factor: float, shape: tuple, inner) -> Term:
+def averaged(node, factor: float) -> Term:
     """Return the Term of a node that computes a mean or a sum."""
+    name, inner = type(node).__name__, children(node)[0]
     kind = {1: "other mean", 2: "sum"}.get(getattr(node, "_saved_reduction", 1), "")
+    if kind == "other mean" and name.startswith(("Nll", "Binary")):
+        kind = "mean"
     if name.startswith("Nll"):
         target, each = node._saved_target, node._saved_weight
         target = target[target != node._saved_ignore_index]
         rows = target.numel() if each is None else float(each[target].sum())
-        kind = "mean" if kind == "other mean" else kind
         return Term(factor, kind, rows, weighted=each is not None)
-    rows, count = (shape[0] if shape else 1), math.prod(shape)
-    if name.startswith("Binary") and kind == "other mean":
-        kind = "mean"
-    while name.startswith(("Mean", "Sum")) and (value := multiple(inner)) is not None:
+    sums = name.startswith("Sum")
+    known = hasattr(node, "_saved_self_sym_sizes")
+    shape = node._saved_self_sym_sizes if known else node._saved_self.shape
+    rows, count, width = (shape[0] if shape else 1), math.prod(shape), 1.0
+    while (sums or name.startswith("Mean")) and (value := multiple(inner)) is not None:
         factor, inner = factor * value, children(inner)[0]
     if count == 1 and getattr(inner, "_saved_reduction", 0):
         return next(terms(inner, factor=factor))  # divided by a tensor of one element
-    if name.startswith("Sum"):
+    if sums:
         mask, kind = mask_of(inner), "sum"
         if mask is not None and mask.numel() == count:
             ones, top = int(mask.count_nonzero()), float(mask.max())
@@ -245,15 +208,15 @@ def averaged(node, name: str, factor: float, shape: tuple, inner) -> Term:
     while type(inner).__name__.startswith(("Neg", "MaskedFill", *PASSED)):
         inner = children(inner)[0]
     before = type(inner).__name__
-    width = 1.0
     if before.startswith("SumBackward1"):
-        width = math.prod(sizes(inner)) / max(1, math.prod(shape))
-    each = before.startswith(MEANS) and not getattr(inner, "_saved_reduction", 1)
-    if before.startswith(MEANS) and name.startswith("Sum") and not each:
-        kind = ""  # a sum of means
-    if each and before.startswith("Nll") and inner._saved_target.numel() == count:
-        target = inner._saved_target
-        rows = count = int((target != inner._saved_ignore_index).sum())
+        width = math.prod(inner._saved_self_sym_sizes) / max(1, math.prod(shape))
+    if before.startswith(MEANS):
+        each = not getattr(inner, "_saved_reduction", 1)
+        if sums and not each:
+            kind = ""  # a sum of means
+        if each and before.startswith("Nll") and inner._saved_target.numel() == count:
+            used = inner._saved_target != inner._saved_ignore_index
+            rows = count = int(used.sum())
     return Term(factor, kind, rows, count / max(1, rows), width)
 
 
@@ -276,10 +239,9 @@ def known(entry: dict) -> list[Term]:
 
 
 def factors(entry: dict) -> list[float]:
-    """Return the possible factors of a pass's mean loss, or [] if they are unknown.
+    """Return possible factors of a pass's mean loss: of its first term, or of several.
 
-    These are the factors of the first term, of the first few terms together, and of all
-    terms together. A sum counts as a mean times the number of summands.
+    A sum counts as a mean times the number of summands.
     """
     if not (found := known(entry)):
         return []

@@ -1,24 +1,22 @@
 """Law 5: a step uses the mean over all samples. Checks each sample's weight."""
 
 from collections import Counter
+from math import isnan
 from statistics import median, mode
 
 from ..law import NOTE, RISK, Breach, NotJudged, check, need
 from ..neighbours import Input
 from .gradient import (
     Fit,
-    dot,
-    final,
     fits,
     leaked_passes,
     near,
     not_averaged,
     not_cleared,
-    own,
-    summed_up,
+    sums,
     updates,
 )
-from .losses import Term, by_share, factors, known
+from .losses import Term, factors, known
 from .passes import LAW, Update, not_awaited
 from .replicas import alike, listed, weights_differ
 
@@ -26,16 +24,9 @@ CAUSES = [not_averaged, not_awaited, leaked_passes, not_cleared, weights_differ]
 
 
 def totals(one: Fit, place: str = "") -> list[float]:
-    """Return the possible ratios of a step's gradient to the mean over all its samples.
-
-    If `place` is given, only the passes from that line are used.
-    """
-    pairs = [
-        (share, factors(entry))
-        for rank, shares in zip(one.row, one.shares, strict=True)
-        for share, entry in zip(shares, by_share(rank), strict=False)
-        if place in ("", entry["place"])
-    ]
+    """Return how much the samples of all passes, or of one line's, may count."""
+    pairs = [*zip(one.shares, one.passes, strict=True)]
+    pairs = [(x, factors(entry)) for x, entry in pairs if place in ("", entry["place"])]
     if not all(own for _, own in pairs):
         return []
     weighted = [[share * x for x in own] for share, own in pairs]
@@ -49,22 +40,18 @@ def is_right(one: Fit) -> bool:
     found = [[abs(x.factor) * y for y in entry["sums"] if y > 1] for x in known(entry)]
     if all(any(near(x, 1, 1e-4) for x in products) for products in found):
         values = values[:3]  # DDP divides again; do not add up the first few losses
-    if any(near(value, 1) for value in values) or total_of(one):
+    if any(near(value, 1) for value in values) or divided(one):
         return True
     each = [any(near(value, 1) for value in totals(one, place)) for place in places]
     return len(each) > 1 and all(each)
 
 
-def total_of(one: Fit) -> float:
-    """Return the all-reduced sum by which a step's losses are divided, or 0.
-
-    DDP also divides by the number of ranks, so the script multiplies by that number.
-    """
-    passes = [entry for rank in one.row for entry in rank.passes]
-    if len(passes) > len(one.row) or not counted(passes):
-        return 0
-    share = abs(known(passes[0])[0].factor) / len(passes)
-    return next((x for x in passes[0]["sums"] if x > 1 and near(share * x, 1, 1e-4)), 0)
+def divided(one: Fit) -> bool:
+    """Return whether losses are divided by an all-reduced sum, and not once more."""
+    if len(one.passes) > len(one.row) or not counted(one.passes):
+        return False
+    share = abs(known(one.passes[0])[0].factor) / len(one.passes)
+    return any(x > 1 and near(share * x, 1, 1e-4) for x in one.passes[0]["sums"])
 
 
 def counted(passes: list[dict]) -> bool:
@@ -78,34 +65,26 @@ def counted(passes: list[dict]) -> bool:
 
 
 def weights(one: Fit, number: int = 0) -> list[float]:
-    """Return each target's weight in each pass of a step, or [] if it is unknown.
-
-    A loss may have several terms, each with its own targets.
-    """
+    """Return the weight of a term's targets in each pass, or [] if it is unknown."""
     found = []
-    for rank, shares in zip(one.row, one.shares, strict=True):
-        for share, entry in zip(shares, by_share(rank), strict=False):
-            if len(terms := known(entry)) <= number:
-                return []
-            own = terms[number]
-            rows = 1 if own.kind == "sum" else own.rows
-            found.append(abs(share * own.factor) / (rows or 1))
+    for share, entry in zip(one.shares, one.passes, strict=True):
+        if len(terms := known(entry)) <= number:
+            return []
+        own = terms[number]
+        rows = 1 if own.kind == "sum" else own.rows
+        found.append(abs(share * own.factor) / (rows or 1))
     return found
 
 
 def own_mean(column: tuple[Term, ...]) -> bool:
     """Return whether a loss is each pass's mean over its own number of targets."""
-    seen = [x for x in column if x.rows and x.factor]
+    seen = [x for x in column if x.rows and not x.weighted]
     each = [abs(x.factor) * (x.rows if x.kind == "sum" else 1) for x in seen]
-    most = 1.5 if any(x.weighted for x in seen) else 1.1
-    return not unequal(each, 1.01) and unequal([x.rows for x in seen], most)
+    return not unequal(each, 1.01) and unequal([x.rows for x in seen])
 
 
 def several(passes: list[dict], most: int) -> list[tuple[Term, ...]]:
-    """Return the terms of each of several losses in all passes, if they are known.
-
-    If there are `most` losses, they may be losses of single samples.
-    """
+    """Return each term of the losses in all passes, if fewer than `most` are known."""
     columns = [*zip(*map(known, passes), strict=False)]
     whole = all(len(x["terms"]) == len(columns) < most for x in passes)
     same = all({x.kind for x in one} in ({"mean"}, {"sum"}) for one in columns)
@@ -114,7 +93,8 @@ def several(passes: list[dict], most: int) -> list[tuple[Term, ...]]:
 
 def unequal(values: list[float], most: float = 1.1) -> bool:
     """Return whether weights differ more than incomplete last batches can explain."""
-    return bool(values) and max(values) > most * min(values)
+    sizes = [*map(abs, values)]
+    return bool(sizes) and max(sizes) > most * min(sizes)
 
 
 @check(LAW, RISK, general=True, causes=CAUSES, read="lesson 3")
@@ -125,47 +105,41 @@ def mean_gradient(job):
     Not a mistake if: the change is intended.
     """
     rows, found = updates(job), fits(job)
-    if all(alike([summed_up(own(one)) for one in row]) for row in rows):
-        raise NotJudged("the ranks' own gradients are equal, or were not seen")
-    if not all(alike([one.used for one in row]) for row in rows):
-        raise NotJudged("the ranks use different gradients")
+    different = [row for row in rows if not alike(sums(row))]
+    need(different, "the ranks' own gradients are equal, or were not seen")
+    same = all(alike([one.used for one in row]) for row in rows)
+    need(same, "the ranks use different gradients")
     need(found, "the gradients before they were clipped, or changed, were not seen")
     size, total = len(job.processes), len(found)
     place = found[0].row[0].passes[-1]["place"]
-    uneven = [x for x in found if x.solved and unequal([*map(abs, sum(x.shares, []))])]
+    uneven = [x for x in found if x.solved and unequal(x.shares)]
     uneven = [x for x in uneven if unequal(weights(x)) or not weights(x)]
     if len(uneven) > 0.2 * total:
-        flat = [sum(x.shares, []) for x in uneven]
-        same = sum(alike([flat[0], x], 0.05) for x in flat)
-        what, mend = shares_of(uneven, total), ""
+        one, mend = uneven[0], ""
+        what = f"in {len(uneven)} of {total} steps, the ranks' passes have different "
+        what += f"weights (rank by rank in step {one.row[0].step + 1}: "
+        what += ", ".join(f"{x:.2f}" for x in one.shares) + ")"
+        same = sum(alike([one.shares, x.shares], 0.05) for x in uneven)
         if same < max(2, len(uneven) / 2):
-            if not all(map(scaled_down, uneven)):  # as in Adasum
-                raise NotJudged(f"{what}; in other steps, they differ")
+            scaled_down = all(0 < x * size < 1.01 for one in uneven for x in one.shares)
+            need(scaled_down, f"{what}; in other steps, they differ")  # as in Adasum
             mend = "Average the gradients first, then clip the average."
         yield Breach(what, place, mend=mend)
         return
-    strange = [x for x in found if not x.solved and len(x.off) > 0.2 * x.count]
-    if len(strange) > 0.2 * total:
-        ratios = [multiples(x.row) for x in strange]
-        names = [x for x in ratios[0] if all(near(y.get(x, 0), 1) for y in ratios)]
-        rest = [[y.get(x, 0) for y in ratios] for x in ratios[0].keys() - {*names}]
-        if names and rest and all(near(x, 1 / size) for x in sum(rest, [])):
-            what = f"{listed(names)}: {len(names)} of {len(ratios[0])} weights use "
-            what += f"{size} times the multiple of the ranks' gradients that others use"
-            yield Breach(what, place, mend="Divide all sums by the number of ranks.")
-            return
-        what = "the gradients used are not a multiple of the mean of the ranks' own"
-        raise NotJudged(f"in {len(strange)} of {total} steps, {what}")
-    off = Counter(name for one in found for name in one.off)
+    lists = [[*x.ratios.values()] for x in found if not x.solved]
+    strange = sum(sum(map(isnan, own)) > 0.2 * len(own) for own in lists)
+    text = "the gradients used are not a multiple of the mean of the ranks' own"
+    need(strange <= 0.2 * total, f"in {strange} of {total} steps, {text}")
+    off = Counter(k for x in found for k, y in x.ratios.items() if not near(y, 1, 0.1))
     if off := [name for name, steps in off.items() if steps > total / 2]:
-        ratios = [multiples(x.row) for x in found]
-        lists = [[one.get(name, 1) for one in ratios] for name in off]
+        lists = [[x.ratios.get(name, 0) for x in found] for name in off]
         # As when each weight is clipped alone, or frozen for an epoch
-        if all(max(x) > 1.02 * min(x) >= 0 or not any(x) for x in lists):
-            what = "the script scales down or drops the gradients of some weights"
-            raise NotJudged(f"{what}: {listed(off)}")
-        what = f"{len(off)} weights use a different multiple of the ranks' gradients "
-        yield Breach(f"{what}than the others: {listed(off)}", place)
+        scaled_down = all(max(x) > 1.02 * min(x) >= 0 or not any(x) for x in lists)
+        text = "the script scales down or drops the gradients of some weights"
+        need(not scaled_down, f"{text}: {listed(off)}")
+        what = f"{len(off)} of {len(found[0].ratios)} weights use another multiple of "
+        what += f"the ranks' gradients than the others: {listed(off)}"
+        yield Breach(what, place)
         return
     right = [x for x in found if is_right(x)]
     ratio = median(x.factor for x in found)
@@ -173,21 +147,15 @@ def mean_gradient(job):
         readable = [x for x in found if totals(x)]
         if len(readable) > total / 2 or not near(ratio, 1):
             yield Breach("", place, facts=found)
-        raise NotJudged(unread(found, ratio))
-    for one in rows:
-        for entry in one[0].passes:
-            if where := entry.get("received"):
-                text = f"what backward() does with the tensors of other ranks ({where})"
-                raise NotJudged(f"{text} is not seen")
-    wrong = [x for x in found if totals(x) and x not in right]
-    if wrong:
-        value = totals(wrong[0])[0]
-        text = f"in {len(wrong)} of {total} steps, samples count {value:.2f} x as much"
-        raise NotJudged(text)
+        raise NotJudged(unread(found))
+    received = [x["received"] for row in rows for x in row[0].passes if "received" in x]
+    text = "what backward() does with the tensors of other ranks is not seen"
+    need(not received, f"{text}: {listed(received)}")
+    wrong = sum(bool(totals(x)) and x not in right for x in found)
+    need(not wrong, f"in {wrong} of {total} steps, samples have other weights")
     uneven = [any(unequal(weights(x, n)) for n in range(20)) for x in right]
-    if sum(uneven) > len(right) / 2:
-        text = "the losses are means over different numbers of targets"
-        raise NotJudged(f"{text}, or sums of class weights")
+    text = "the losses are means over different numbers of targets, or sums of class "
+    need(sum(uneven) <= len(right) / 2, f"{text}weights")
     text = f"in {len(right)} of {total} steps, the gradient is {ratio:#.4g} x the mean "
     text += f"of {size} ranks' own gradients"
     if not near(ratio, 1):
@@ -195,63 +163,14 @@ def mean_gradient(job):
     yield text
 
 
-def multiples(row: list[Update]) -> dict[str, float]:
-    """Return {weight: the ratio of its gradient to the ranks' mean gradient}.
-
-    The largest ratio is set to 1. Return {} if a gradient is no multiple of the mean.
-    """
-    used, found = final(row)[0], {}
-    total = summed_up([summed_up(own(one)) for one in row])
-    for number, name in enumerate(row[0].names):
-        parts = row[0].part(total, number), row[0].part(used, number)
-        if square := dot(parts[0], parts[0]):
-            found[name] = dot(*parts) / square
-            if not alike([[found[name] * x for x in parts[0]], parts[1]], 0.1):
-                return {}
-    most = max(map(abs, found.values()), default=0)
-    return {name: x / most for name, x in found.items()} if most else {}
-
-
-def shares_of(uneven: list[Fit], total: int) -> str:
-    """Return the weights of each rank's passes in a step, as text."""
-    one, told = uneven[0], []
-    for rank, shares in enumerate(one.shares):
-        told.append(f"{', '.join(f'{x:.2f}' for x in shares)} on rank {rank}")
-    what = f"in {len(uneven)} of {total} steps, the passes of the ranks have different "
-    return f"{what}weights (in step {one.row[0].step + 1}: {'; '.join(told)})"
-
-
-def scaled_down(one: Fit) -> bool:
-    """Return whether each rank's passes have equal shares, at most those in a mean."""
-    size = len(one.shares)
-    alike_ = all(not unequal([*map(abs, rank)]) for rank in one.shares)
-    return alike_ and all(0 < x * size < 1.01 for rank in one.shares for x in rank)
-
-
-def unread(found: list[Fit], ratio: float) -> str:
+def unread(found: list[Fit]) -> str:
     """Return why the samples' weights are unknown."""
-    values = [x.factor for x in found]
+    values, entry = [x.factor for x in found], found[0].passes[0]
     if not alike([[x] for x in values], 0.02):
         return f"the gradients are {min(values):.3f} to {max(values):.3f} x the mean"
-    entry = found[0].row[0].passes[0]
     if terms := known(entry):
-        count = len(found[0].row[0].passes)
-        text = f"the loss has a factor of {terms[0].factor:.4g} in each of {count} pass"
-        return f"{text}{'es' * (count > 1)}"
+        return f"each pass has a loss with a factor of {terms[0].factor:.4g}"
     return f"how the loss at {entry['place']} averages its samples could not be read"
-
-
-def shared(found: list[Fit]) -> list[float]:
-    """Return the losses that are equal on all ranks if nearly all are, else []."""
-    values = []
-    for one in found:
-        rows = zip(*(x.passes for x in one.row), strict=False)
-        for row in rows:
-            own = [[entry.get("value", 0.0)] for entry in row]
-            seen = not any(x.get("meets") or x.get("own") for x in row)
-            values += [own[0][0] if seen and own[0][0] and alike(own, 1e-6) else None]
-    same = [x for x in values if x is not None]
-    return same if len({*same}) > 2 and len(same) > 0.9 * len(values) else []
 
 
 @check(LAW, RISK, causes=CAUSES)
@@ -263,27 +182,19 @@ def gathered_without_gradient(job):
     Not a mistake if: the loss does not use the gathered tensors, or the learning rate
     accounts for the factor.
     """
-    rows, found = need(job.rows(Update), "no optimizer took a step"), fits(job)
-    losses, size = shared(found), len(job.processes)
-    times = [any(near(value, size) for value in totals(x)) for x in found]
-    if found and sum(times) > len(times) / 2:
+    size = len(job.processes)
+    times = [any(near(value, size) for value in totals(x)) for x in fits(job)]
+    if times and sum(times) > len(times) / 2:
         return  # the loss is multiplied by the world size
+    rows = need(job.rows(Update), "no optimizer took a step")
     entries = [entry for row in rows for entry in row[0].passes]
-    lost = [x["gathered"] for x in entries if x.get("gathered")]
-    factor = f"all ranks have the same loss ({[*losses, 0][0]:.4g} in step 1), and the "
-    factor += f"average over {size} ranks is 1/{size} of its gradient"
-    for where, put_back in lost[:1]:
+    for place, put_back in [x["gathered"] for x in entries if x.get("gathered")][:1]:
         what = "all_gather() gets a tensor with a gradient, but its results have none"
         if put_back:
             what = "all_gather() returns tensors without a gradient, and only the "
             what += "rank's own tensor is put back"
-        what += f"; {factor}" * bool(losses)
         level = NOTE if put_back and rows[0][0].adaptive else RISK
-        yield Breach(what, where, level=level)
-        return
-    if losses:
-        level = NOTE if rows[0][0].adaptive else RISK
-        yield Breach(factor, entries[0]["place"], level=level)
+        yield Breach(what, place, level=level)
 
 
 @check(LAW, RISK, causes=[*CAUSES, mean_gradient], read="lesson 3")
@@ -295,39 +206,33 @@ def unequal_means(job):
     multiply it by the world size, because DDP averages over the ranks.
     Not a mistake if: each batch should have the same weight.
     """
-    rank, seen = job.processes[0], []
+    fitted, rank, seen = fits(job), job.processes[0], []
     counts = [len(x.indices or x.rows or ()) for x in rank.trained]
     counts = counts, [len(x.rows) for x in rank.of(Input)]
     most = min([20, *(mode(x) for x in counts if any(x))])  # a batch's samples
-    for one in fits(job):
-        passes = [entry for rank in one.row for entry in rank.passes]
-        terms = [known(entry) for entry in passes]
+    for one in fitted:
+        terms = [known(entry) for entry in one.passes]
         single = all(len(x) == 1 and x[0].kind in ("mean", "sum") for x in terms)
-        single = single or counted(passes)
-        shares = [abs(x) for rank in one.shares for x in rank]
-        if len(passes) > 1 and single and not unequal(shares):
+        if unequal(one.shares):
+            continue
+        if single or counted(one.passes):
             heavy = any(x[0].weighted for x in terms)  # class weights' sums differ
-            seen.append((one, unequal(weights(one), 1.5 if heavy else 1.1), heavy, 0))
-        elif len(passes) > 1 and not unequal(shares):
-            columns = several(passes, most)
+            differ = unequal(weights(one), 1.5 if heavy else 1.1)
+            seen.append((one, differ, heavy, 0))
+        elif columns := several(one.passes, most):
             own = [n for n, column in enumerate(columns) if own_mean(column)]
-            seen += [(one, bool(own), False, min(own, default=0))] if columns else []
+            seen.append((one, bool(own), False, min(own, default=0)))
     need(seen, "no losses with known numbers of targets were seen")
     found = [(one, *rest) for one, differ, *rest in seen if differ]
     if len(found) > len(seen) / 2:
         one, heavy, number = found[0]
-        first = [known(x)[number] for rank in one.row for x in rank.passes][:4]
-        what = "losses are means over different numbers of targets, but have equal "
-        what += "weights"
-        if first[0].kind == "sum":
-            read = own_mean(first)
-            counts = [x.rows if read else 1 / abs(x.factor) for x in first]
-            each = ", ".join(f"{x:.4g}" for x in counts)
-            what = "each rank divides its sum of losses by its own number "
-            what += f"({each} in step {one.row[0].step + 1})"
-        elif heavy:
-            each = ", ".join(f"{x.rows:.4g}" for x in first)
-            what = "each loss is divided by the sum of the class weights of its own "
-            what += f"targets ({each} in step {one.row[0].step + 1})"
-        text = f"in {len(found)} of {len(seen)} steps, {what}"
-        yield Breach(text, one.row[0].passes[0]["place"])
+        first = [known(entry)[number] for entry in one.passes[:4]]
+        what, mean = "each loss is a mean over its own number of targets", True
+        if heavy:
+            what = "each loss is divided by the sum of its own targets' class weights"
+        elif first[0].kind == "sum":
+            what = "each rank divides its sum of losses by its own number"
+            mean = own_mean(first)
+        each = ", ".join(f"{x.rows if mean else 1 / abs(x.factor):.4g}" for x in first)
+        text = f"in {len(found)} of {len(seen)} steps, {what} ({each} in step "
+        yield Breach(f"{text}{one.row[0].step + 1})", one.row[0].passes[0]["place"])

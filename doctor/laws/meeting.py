@@ -4,7 +4,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import field
-from itertools import groupby, zip_longest
+from itertools import compress, groupby, zip_longest
 
 from ..event import Event, Exit, Failed
 from ..job import waiting
@@ -71,29 +71,23 @@ class Meeting(Watcher):
         groups = [one for one in values if isinstance(one, dist.ProcessGroup)]
         if recorder.rank is None or any(x is not dist.group.WORLD for x in groups):
             return
-        tensors = [one for one in values if isinstance(one, torch.Tensor)]
-        sent = ""
-        if tensors and name not in UNEVEN:
-            kind = str(tensors[0].dtype).removeprefix("torch.")
-            sent = f"{tensors[0].numel()} x {kind}"
-        position, given = ROOTS.get(name), {"src", "dst", "root_rank"} & {*kwargs}
-        root = kwargs[given.pop()] if given else None
-        if root is None and position and len(args) > position:
-            root = args[position]
-        if isinstance(root, int):
-            sent += f"{', ' * bool(sent)}root {root}"
-        one = Call(name=name, sent=sent, place=where, passes=self.passes)
-        plain = tensors and name not in UNEVEN and type(tensors[0]) is torch.Tensor
-        if plain and recorder.watching:
-            self.counts[where] += 1
-            if name in SUMS and self.counts[where] < 99:
-                one.keys, counts = variables(sys._getframe())
-                one.counts = counts if tensors[0].numel() == 1 else {}
-            table = tensors[0].dim() == 2 or not tensors[0].is_floating_point()
-            few = tensors[0].numel() <= (COUNTS if table else 64)
-            if few and self.counts[where] < 99 and not gradient(tensors[0]):
-                one.value = float(tensors[0].detach().double().abs().sum())
-        recorder.write(one)
+        tensors = [x for x in values if isinstance(x, torch.Tensor)]
+        tensors = tensors[:1] if name not in UNEVEN else []
+        sent = [f"{x.numel()} x {str(x.dtype)[6:]}" for x in tensors]
+        roots = [kwargs.get(x) for x in ("src", "dst", "root_rank")]
+        roots += args[ROOTS[name] :][:1] if name in ROOTS else []
+        sent += [f"root {x}" for x in roots if isinstance(x, int)][:1]
+        call = Call(name=name, sent=", ".join(sent), place=where, passes=self.passes)
+        self.counts[where] += 1
+        for one in tensors if recorder.watching and self.counts[where] < 99 else ():
+            if name in SUMS:
+                call.keys, counts = variables(sys._getframe())
+                call.counts = counts if one.numel() == 1 else {}
+            table = one.dim() == 2 or not one.is_floating_point()
+            few = one.numel() <= (COUNTS if table else 64)
+            if few and type(one) is torch.Tensor and not gradient(one):
+                call.value = float(one.detach().double().abs().sum())
+        recorder.write(call)
 
     def ending(self, call, context):
         recorder.write(Call(name="join", sent="", place=""))
@@ -133,16 +127,15 @@ def steps_differ(job):
     Not a mistake if: the ranks' weights are averaged later, or only some ranks train.
     """
     several(job)
-    if any(one.by_hand for one in job.of(Step)):
-        raise NotJudged("the script changes the weights without an optimizer")
+    by_hand = any(one.by_hand for one in job.of(Step))
+    need(not by_hand, "the script changes the weights without an optimizer")
     done = {one.rank: one.step for one in job.of(Exit)}
-    if len(done) < len(job.processes):
-        raise NotJudged("not every rank ran to its end")
+    need(len(done) == len(job.processes), "not every rank ran to its end")
     if len({*done.values()}) > 1:
         counts = [f"rank {rank} takes {done[rank]}" for rank in sorted(done)]
         yield Breach(f"{', '.join(counts)} steps", job.of(Step)[0].place)
-        return
-    yield f"{len(done)} ranks took {done[0]:,} steps each"
+    else:
+        yield f"{len(done)} ranks took {done[0]:,} steps each"
 
 
 @check(LAW, WRONG, effects=[steps_differ], read="lesson 11")
@@ -168,22 +161,20 @@ def ends_with_an_error(job):
     Read the traceback above: PyTorch's messages often say what to change.
     """
     for one in errors(job)[:1]:
-        if LOST.search(one.text) and job.hung:
-            return
-        text = one.text.split("\n")[0][:200]
-        what = f"in step {one.step + 1}, rank {one.rank} ends with {text}"
-        yield Breach(what, one.place, mend=NO_GPU * (not one.cuda and not job.of(Step)))
+        if not (LOST.search(one.text) and job.hung):
+            text = one.text.split("\n")[0][:200]
+            what = f"in step {one.step + 1}, rank {one.rank} ends with {text}"
+            mend = NO_GPU * (not one.cuda and not job.of(Step))
+            yield Breach(what, one.place, mend=mend)
         return
-    if job.status and not job.hung and not job.interrupted:
+    need(not job.interrupted, "the job was interrupted")
+    if job.status and not job.hung:
         what = f"the command ends with status {job.status} and no Python error"
+        mend, level = "", WRONG
         if all(process.of(Exit) for process in job.processes):  # atexit ran
-            what += ", after all ranks ended"
+            what, level = f"{what}, after all ranks ended", NOTE
             mend = "For 'terminate called', see Gloo's threads in docs/pitfalls.md."
-            yield Breach(what, level=NOTE, mend=mend)
-            return
-        yield Breach(what)
-    elif job.interrupted:
-        raise NotJudged("the job was interrupted")
+        yield Breach(what, level=level, mend=mend)
     elif not job.hung and len(ended(job)) == len(job.processes):
         yield f"{len(job.processes)} of {len(job.processes)} ended without an error"
 
@@ -205,38 +196,34 @@ def collectives_differ(job):
             what = f"rank {gone[0].rank} ends while rank {one.rank} waits for it"
             yield Breach(what, one.place)
             return
-    rows, joins = [process.of(Call) for process in job.processes], False
+    rows = [process.of(Call) for process in job.processes]
     for number, calls in enumerate(zip_longest(*rows), 1):
-        joins |= any(one and one.name == "join" for one in calls)
-        if joins:
+        if any(one and one.name == "join" for one in calls):
             raise NotJudged("join() lets some ranks end earlier")
         if None in calls:
             without = job.processes[calls.index(None)]
             one = next(one for one in calls if one)
-            if stuck(job) or without in gone or behind(job, without, one):
-                what = f"after step {one.step}, rank {one.rank} calls {one.name}(), "
-                what += f"but rank {without.rank} does not"
-                if wait := waiting(without):
-                    what += f" and waits in {wait.what}() at {wait.place} instead"
-                leaves = one.name == "destroy_process_group"
-                yield Breach(what, one.place, mend=LEAVES * leaves)
-                return
-            raise NotJudged("the job ended between two collectives")
+            known = stuck(job) or without in gone or behind(job, without, one)
+            need(known, "the job ended between two collectives")
+            what = f"after step {one.step}, rank {one.rank} calls {one.name}(), "
+            what += f"but rank {without.rank} does not"
+            if wait := waiting(without):
+                what += f" and waits in {wait.what}() at {wait.place} instead"
+            leaves = one.name == "destroy_process_group"
+            yield Breach(what, one.place, mend=LEAVES * leaves)
+            return
+        names = {one.name for one in calls}
         if len({(one.name, one.sent) for one in calls}) > 1:
             made = [f"{x.name}({x.sent}) at {x.place} on rank {x.rank}" for x in calls]
             what, mend = f"collective call {number} is {', but '.join(made)}", ""
-            if len({one.name for one in calls}) == 1:
+            if len(names) == 1:
                 mend = "Give this call the same size, type and root on every rank."
-            if any(one.name == "destroy_process_group" for one in calls):
+            elif "destroy_process_group" in names:
                 mend = LEAVES
             yield Breach(what, calls[0].place, mend=mend)
             return
     if found := mixed(rows):
         yield Breach(*found, mend=ORDER)
-        return
-    if place := swapped(rows):
-        what = "the ranks sum the numbers of one line in different orders"
-        yield Breach(what, place, mend=ORDER)
         return
     yield f"{len(rows[0]):,} collective{'s' * (len(rows[0]) > 1)} in the same order"
 
@@ -245,44 +232,20 @@ def mixed(rows: list[list[Call]]) -> tuple[str, str] | None:
     """Return (message, line) if the ranks' calls in a loop differ in order, or None."""
     found, columns = [], zip(*rows, strict=False)
     for _, run in groupby(columns, lambda x: (x[0].place, x[0].step, x[0].passes)):
-        ranks, differ = [*zip(*run, strict=True)], []
-        for name in ranks[0][0].keys:
-            lists = [[x.keys.get(name, "") for x in own] for own in ranks]
-            if not 1 < len({*lists[0]}) == len(lists[0]):
-                continue  # only a loop's key has a value of its own in each call
-            if all(x == lists[0] for x in lists):
-                break  # the loop has one order
-            if all(sorted(x) == sorted(lists[0]) for x in lists):
-                pairs = [x for x in zip(*lists, strict=True) if len({*x}) > 1]
-                differ.append((ranks[0][0], name, pairs[0]))
-        else:
-            found += differ[:1]
-    if not found:
-        return None
-    one, name, pair = found[0]
-    told = ", ".join(f"{x} on rank {n}" for n, x in enumerate(pair[:4]))
-    what = f"in {len(found)} loops over {name}, {one.name}() gets different things in "
-    return f"{what}the same call: {told}", one.place
-
-
-def swapped(rows: list[list[Call]]) -> str:
-    """Return a line that sums equal numbers in different orders on the ranks, or ""."""
-    found = Counter()
-    columns = [x for x in zip(*rows, strict=False) if x[0].value]
-    for (line, _), run in groupby(columns, key=lambda x: (x[0].place, x[0].step)):
-        lists = [[one.value or 0 for one in own] for own in zip(*run, strict=True)]
-        for other in lists[1:]:
-            if min(map(abs, lists[0] + other)) > 0:
-                same = [far(*x) for x in zip(lists[0], other, strict=True)]
-                pairs = zip(sorted(lists[0]), sorted(other), strict=True)
-                sizes = max(far(*x) for x in pairs)
-                found[line] += sum(x > 0.5 for x in same) > 1 and sizes < 0.2
-    return next((line for line, count in found.items() if count > 1), "")
-
-
-def far(one: float, other: float) -> float:
-    """Return the difference between two numbers, divided by the larger one."""
-    return abs(one - other) / max(abs(one), abs(other))
+        ranks = [*zip(*run, strict=True)]
+        one = ranks[0][0]
+        keys = {k: [[x.keys.get(k) for x in own] for own in ranks] for k in one.keys}
+        # Only a loop's key has a value of its own in each call
+        keys = {k: x for k, x in keys.items() if 1 < len({*x[0]}) == len(x[0])}
+        if not any(all(own == x[0] for own in x) for x in keys.values()):
+            orders = [(k, x) for k, x in keys.items() if len({*map(frozenset, x)}) == 1]
+            found += [(one, *order) for order in orders[:1]]
+    for one, name, lists in found[:1]:
+        pair = next(x for x in zip(*lists, strict=True) if len({*x}) > 1)
+        told = ", ".join(f"{x} on rank {n}" for n, x in enumerate(pair[:4]))
+        what = f"in {len(found)} loops over {name}, {one.name}() gets different things "
+        return f"{what}in the same call: {told}", one.place
+    return None
 
 
 def behind(job, without, call: Call) -> bool:
@@ -304,16 +267,16 @@ def batch_counts_differ(job):
     several(job)
     feeds = [process.loader() for process in job.processes]
     need(all(feeds), "no DataLoader feeds the steps of every rank")
-    if any(one.name == "join" for one in job.of(Call)):
-        raise NotJudged("join() handles ranks that run out of batches")
-    failed = stuck(job) or job.of(Failed)
-    failed = failed or (job.status and not job.interrupted and not ended(job))
+    joins = any(one.name == "join" for one in job.of(Call))
+    need(not joins, "join() handles ranks that run out of batches")
+    ends_early = job.status and not job.interrupted and not ended(job)
+    failed = stuck(job) or job.of(Failed) or ends_early
+    lengths = [one.length for one in feeds]
     epochs = sorted({epoch for one in job.processes for epoch in one.epochs})
     for epoch in epochs:
         counts = [len(one.batches(epoch)) for one in job.processes]
         whole = [one.whole(epoch) for one in job.processes]
-        ends = [n for n, end in zip(counts, whole, strict=True) if end]
-        lengths = [one.length for one in feeds]
+        ends = [*compress(counts, whole)]
         if failed and None not in lengths and len({*lengths}) > 1:
             counts = lengths
         elif not ends or not (all(whole) or max(counts) > min(ends)):
@@ -321,8 +284,7 @@ def batch_counts_differ(job):
         if len({*counts}) > 1:
             what = f"ranks 0 to {len(counts) - 1} have {', '.join(map(str, counts))} "
             what += f"batches in epoch {epoch}"
-            level = WRONG if failed else RISK
-            yield Breach(what, feeds[0].place, level=level)
+            yield Breach(what, feeds[0].place, level=WRONG if failed else RISK)
             return
     done = [n for n in epochs if all(one.whole(n) for one in job.processes)]
     need(done, "no epoch was read to its end on every rank")

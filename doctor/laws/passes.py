@@ -3,15 +3,16 @@
 import re
 import weakref
 from functools import partial
+from itertools import compress
 
 from ..event import Event
-from ..law import WRONG, Breach, Law, check, need, several
+from ..law import WRONG, Breach, Law, check, several
 from ..loaders import Loaders
 from ..moments import Moments, weights
 from ..record import place, recorder, torch, wrap
 from ..sample import flat, numbers, picked
 from ..watcher import Watcher
-from .replicas import DRIFT, alike, listed
+from .replicas import listed, weights_drift
 
 AWAIT = "wait", "synchronize", "is_completed", "get_future", "block_current_stream"
 ADAPTIVE = re.compile("Adam|RMSprop|Adagrad|Adadelta|Lamb|Lion|Muon|Rprop|Shampoo")
@@ -32,7 +33,6 @@ class Update(Event):
     lost: list[str]  # lines of passes whose gradients were cleared before the step
     stale: list[str]  # weights that still had the gradients of an earlier step
     clips: list[dict]  # see Passes.clip()
-    factor: float | None  # FSDP2: factor applied to the shards before step()
     place: str
 
     def part(self, values: list[float], number: int) -> list[float]:
@@ -56,7 +56,6 @@ class Passes(Watcher):
         self.lost, self.clips, self.first = {}, [], {}
         self.forwards, self.model = [], lambda: None
         self.scale, self.scaler = None, lambda: None
-        self.sharded, self.shards = [], None
         self.works = {}  # asynchronous calls that have not been awaited
 
     def hooks(self) -> None:
@@ -133,25 +132,12 @@ class Passes(Watcher):
         entry = self.number, picked(gradient, 8).clone()
         self.local.setdefault(key, []).append(entry)
 
-    def after_backward(self) -> None:
-        if self.sharded and recorder.watching:
-            self.shards = self.shard_numbers()
-
-    def shard_numbers(self):
-        """Return a few gradient elements of this rank's shards, as a tensor (N,)."""
-        found = [one().grad for one in self.sharded if one() is not None]
-        parts = [picked(x.to_local(), 4) for x in found if x is not None]
-        return torch.cat(parts) if parts else None
-
     def on_clear(self, weights) -> None:
-        keys = {id(one) for one in weights}
-        for key in keys & {*self.local}:
+        for key in map(id, weights):
+            entries = self.local.pop(key, ())
             if key not in self.stepped:
-                for number, _ in self.local[key]:
-                    self.lost[number] = key
-            del self.local[key]
-        self.stepped -= keys
-        for key in keys:
+                self.lost |= dict.fromkeys((number for number, _ in entries), key)
+            self.stepped.discard(key)
             self.stale.pop(key, None)
 
     def clip(self, norm: bool, call, parameters, *args, **kwargs):
@@ -165,7 +151,6 @@ class Passes(Watcher):
             entry = {
                 "before": dict(zip(map(id, found), rows, strict=True)),
                 "scaled": bool(scaler) and not any(x["stage"].value for x in done),
-                "passes": self.number,
                 "norm": norm,
                 "place": place(),
             }
@@ -175,25 +160,20 @@ class Passes(Watcher):
     def on_step(self, optimizer, whole, gradients) -> None:
         if not recorder.watching:
             return
-        pairs = zip(whole, gradients, strict=True)  # without weights that no pass uses
-        pairs = [x for x in pairs if not {id(x[0])} & self.stepped & {*self.local}]
-        whole, gradients = [x for x, _ in pairs], [x for _, x in pairs]
+        unused = self.stepped & {*self.local}  # no pass uses these weights
+        fresh = [id(one) not in unused for one in whole]
+        whole, gradients = [*compress(whole, fresh)], compress(gradients, fresh)
+        keys = [id(one) for one in whole]
         works, self.works = dict(self.works.values()), {}
         for one in whole if works else ():
             if one.grad is not None and (where := works.get(one.grad.data_ptr())):
                 name = Moments.here.name(one)
                 recorder.write(NotAwaited(name=name, place=where))
         # A fused optimizer unscales the gradients itself
-        if (scale := getattr(optimizer, "grad_scale", None)) is not None:
-            gradients = [[x / float(scale) for x in one] for one in gradients]
-        factor, first = None, self.first.setdefault(id(optimizer), recorder.step)
-        sharded = [x for x in weights(optimizer) if hasattr(x, "placements")]
-        if sharded:
-            if self.shards is not None and (now := self.shard_numbers()) is not None:
-                factor = float((now @ self.shards) / (self.shards @ self.shards))
-            self.sharded = [weakref.ref(one) for one in sharded]
+        scale = float(getattr(optimizer, "grad_scale", None) or 1)
+        gradients = [[x / scale for x in one] for one in gradients]
         each, used = flat(gradients)
-        found = [self.local.get(id(one), []) for one in whole]
+        found = [self.local.get(key, []) for key in keys]
         order = sorted({n for one in found for n, _ in one} & {*self.passes})
         groups = [[n] for n in order] if len(order) <= SEPARATE else [order]
         sums = [
@@ -203,24 +183,20 @@ class Passes(Watcher):
         ]
         rows, count = numbers(sums), len(whole)
         local = [flat(rows[n : n + count])[1] for n in range(0, len(rows), count or 1)]
-        stale = [one for one in whole if id(one) in self.stale]
-        old = numbers([self.stale.pop(id(one), None) for one in stale])
-        stale = [one for one, row in zip(stale, old, strict=True) if any(row)]
+        old = numbers([self.stale.pop(key, None) for key in keys])
+        stale = [one for one, row in zip(whole, old, strict=True) if any(row)]
         passes = [self.passes[number] for number in order]
-        losses = numbers([torch.as_tensor(one.get("value", 0)) for one in passes])
-        for one, (value,) in zip(passes, losses, strict=True):
-            one["value"] = value
+        for one in passes:
             one["scale"] = None if one["scale"] is None else float(one["scale"])
-        keys, clips = [id(one) for one in whole], []
+        clips = []
         for one in self.clips:
-            if {*one["before"]} & {*keys}:
-                done = sum(number <= one["passes"] for number in order)
-                same = {*one["before"]} >= {*keys}
-                before = flat([one["before"][key] for key in keys])[1] if same else []
-                clips.append(one | {"before": before, "passes": done})
+            before = [one["before"].get(key) for key in keys]
+            if any(before):
+                before = [] if None in before else flat(before)[1]
+                clips.append(one | {"before": before})
         lost = {number for number, key in self.lost.items() if key in keys}
         update = Update(
-            optimizer=first,
+            optimizer=self.first.setdefault(id(optimizer), recorder.step),
             adaptive=bool(ADAPTIVE.search(type(optimizer).__name__)),
             names=[Moments.here.name(one) for one in whole],
             each=each,
@@ -230,7 +206,6 @@ class Passes(Watcher):
             lost=[self.passes[x]["place"] for x in sorted(lost) if x in self.passes],
             stale=[Moments.here.name(one) for one in stale],
             clips=clips,
-            factor=factor,
             place=place(),
         )
         recorder.write(update)
@@ -248,7 +223,7 @@ class Passes(Watcher):
 # --- checks ---
 
 
-@check(LAW, WRONG, effects=DRIFT, read="lesson 5")
+@check(LAW, WRONG, effects=[weights_drift], read="lesson 5")
 def not_awaited(job):
     """A step uses gradients before all_reduce() has ended.
 
@@ -259,21 +234,3 @@ def not_awaited(job):
         names = listed(one.name for one in found)
         what = f"step {found[0].step + 1} begins before all_reduce(..., async_op=True) "
         yield Breach(f"{what}of gradients is awaited: {names}", found[0].place)
-
-
-@check(LAW, WRONG)
-def shards_scaled_apart(job):
-    """Each rank scales its shards of the gradients by a different factor.
-
-    Call torch.nn.utils.clip_grad_norm_() on the parameters themselves: the norm of
-    their local shards differs between ranks.
-    """
-    several(job)
-    rows = [x for x in job.rows(Update) if all(one.factor for one in x)]
-    need(rows, "no weights are sharded")
-    found = [row for row in rows if not alike([[one.factor] for one in row], 0.01)]
-    if len(found) > len(rows) / 2:
-        factors = ", ".join(f"{one.factor:.3g}" for one in found[0])
-        what = f"in {len(found)} of {len(rows)} steps, the ranks scale their shards of "
-        what += f"the gradients by different factors (in step {found[0][0].step + 1}: "
-        yield Breach(f"{what}{factors})", found[0][0].place)

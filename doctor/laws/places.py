@@ -14,7 +14,7 @@ from ..watcher import Watcher
 from .gradient import not_averaged
 from .meeting import EFFECTS, LAW, batch_counts_differ, collectives_differ, errors
 from .passes import Update
-from .replicas import DRIFT
+from .replicas import weights_drift
 
 SPAWNED = "spawn_main" in str(sys.orig_argv)  # its parent may have chosen the port
 PORT = "" if SPAWNED else os.environ.get("MASTER_PORT", "")
@@ -49,7 +49,7 @@ class Places(Watcher):
 EFFECTS = *EFFECTS, collectives_differ, batch_counts_differ
 
 
-@check(LAW, WRONG, causes=[collectives_differ], effects=[not_averaged, *DRIFT])
+@check(LAW, WRONG, causes=[collectives_differ], effects=[not_averaged, weights_drift])
 def mixed_gradients(job):
     """The ranks average together gradients that belong to different weights.
 

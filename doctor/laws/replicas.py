@@ -19,15 +19,14 @@ NONE = "no step with unsharded weights was seen on all ranks"
 
 
 def alike(lists: list, tolerance: float = 1e-3) -> bool:
-    """Return whether all lists of numbers are close to the first list."""
-    return all(len(x) == len(lists[0]) and close(lists[0], x, tolerance) for x in lists)
-
-
-def close(one: list[float], other: list[float], tolerance: float) -> bool:
-    """Return whether two lists are equal up to rounding; NaN and infinity match any."""
-    size = max(math.hypot(*one), math.hypot(*other))
-    gap = math.hypot(*(a - b for a, b in zip(one, other, strict=True)))
-    return not gap > tolerance * size  # true for NaN, too
+    """Return whether all lists equal the first up to rounding; NaN is equal to all."""
+    first = lists[0] if lists else []
+    size = math.hypot(*first)
+    return all(
+        len(x) == len(first)
+        and not math.dist(x, first) > tolerance * max(size, math.hypot(*x))
+        for x in lists
+    )
 
 
 def listed(names: Iterable[str], most: int = 3) -> str:
@@ -70,13 +69,22 @@ def first(rows: list[list[State]], what: str, tolerance: float) -> tuple | None:
     return None
 
 
-def equal_steps(job: Job) -> list[tuple[int, bool]]:
-    """Return (step, whether all ranks begin it with equal weights) of watched steps."""
-    rows = states_of(job, "step", "weights")
-    return [(row[0].step, not differing(row)[0]) for row in rows]
+def equal_steps(job: Job, after: int) -> list[int]:
+    """Return later watched steps that all ranks begin with equal weights."""
+    rows = [x for x in states_of(job, "step", "weights") if x[0].step > after]
+    return [row[0].step for row in rows if not differing(row)[0]]
 
 
-@check(LAW, WRONG)
+def whole_weights(job: Job, names: list[str]) -> None:
+    """Raise NotJudged if these may be parts of a changing network's weights."""
+    parts = all(re.match(r"weight \d+ of shape ", one) for one in names)
+    for what, rows in others(job).items() if parts else ():
+        values = [row[0].rows() for row in rows]
+        if sum(a != b for a, b in pairwise(values)) > len(rows) / 2:
+            raise NotJudged(f"the optimizer's weights may be parts of those of {what}")
+
+
+@check(LAW, WRONG, read="lesson 5")
 def names_differ(job):
     """The ranks' weights or buffers have different names, or a different order.
 
@@ -100,28 +108,6 @@ def names_differ(job):
                 yield Breach(what, row[rank].place)
 
 
-def pieces(job: Job, names: list[str]) -> str:
-    """Return a message if weights may differ because they are parts of others, else "".
-
-    In that case, no network has them, and a network without an optimizer changes.
-    """
-    if any(not re.match(r"weight \d+ of shape ", one) for one in names):
-        return ""
-    for what, rows in others(job).items():
-        values = [row[0].rows() for row in rows]
-        if sum(a != b for a, b in pairwise(values)) > len(rows) / 2:
-            same = "" if first(rows, "", 1e-5) else ", which are equal on all ranks"
-            return f"the optimizer's weights may be parts of those of {what}{same}"
-    return ""
-
-
-def changed_by_hand(job: Job, names: list[str]) -> bool:
-    """Return whether weights were equal before the first backward pass."""
-    start = states_of(job, "start", "weights")[:1]
-    known = start and all(name in one.names for name in names for one in start[0])
-    return bool(known) and not set(names) & set(differing(start[0])[0])
-
-
 @check(LAW, WRONG, causes=[names_differ], read="lesson 5")
 def weights_differ(job):
     """The ranks start with different weights.
@@ -131,11 +117,13 @@ def weights_differ(job):
     several(job)
     rows = need(states_of(job, "step", "weights"), NONE)
     found = first(rows[:1], "weights", 1e-6)
-    if found and not changed_by_hand(job, found[2]):
-        if why := pieces(job, found[2]):
-            raise NotJudged(why)
-        mend = "Create weights inside the network before DDP wraps it, and do not set "
-        mend = f"{mend}them later on one rank only." if job.of(Layout) else ""
+    start = states_of(job, "start", "weights")[:1]  # before the first backward pass
+    if found and (not start or differing(start[0])[0]):
+        whole_weights(job, found[2])
+        mend = ""
+        if job.of(Layout):
+            mend = "Create all weights before you wrap the network in DDP, in the same "
+            mend += "order on all ranks, and do not set them later on one rank only."
         yield Breach(f"before the first step, {found[1]}", rows[0][0].place, mend=mend)
 
 
@@ -150,46 +138,36 @@ def weights_drift(job):
     Not a mistake if: only one rank's weights are used.
     """
     several(job)
-    rows = need(states_of(job, "step", "weights"), NONE)
-    if not (count := differing(rows[0])[1]):
-        raise NotJudged("the ranks train networks whose weights have different names")
-    if found := first(rows, "weights", 1e-5):
-        row, text, differ = found
-        if why := pieces(job, differ):
-            raise NotJudged(why)
-        again = [n for n, same in equal_steps(job) if same and n > row[0].step]
-        when, mend = f"after step {row[0].step}", ""
-        if row is rows[0]:
-            when = "after the first backward pass, before an optimizer's step"
-            mend = "Look for lines that change weights: on all ranks, use numbers that "
-            mend += "are equal, such as averaged gradients, and change the same rows."
-        text = f"{when}, {text}"
-        if again:
-            text += f"; in step {again[-1]} they are equal again, as in local SGD"
-        yield Breach(text, row[0].place, level=NOTE if again else RISK, mend=mend)
-        if again:
-            raise NotJudged("the ranks average their weights only now and then")
-        return
-    parts = [f"{count} weights are equal on {len(rows[0])} ranks before {len(rows)} "]
-    parts[0] += "steps"
-    kept = states_of(job, "optimizer")
-    if found := first(kept, "optimizer states", 1e-4):
-        row, text, _ = found
-        yield Breach(f"before step {row[0].step + 1}, {text}", row[0].place)
-        return
-    if kept and (count := max(differing(row)[1] for row in kept)):
-        parts.append(f"{count} optimizer states")
-    ends = states_of(job, "end", "weights")
-    if ends and not differing(ends[0], 1e-5)[0]:
-        parts.append("the weights at the end")
-    parts += [f"the weights of {what}" for what in others(job)]
-    alone = {x.what for x in job.of(State) if x.moment == "other"}
-    for what in sorted(alone - {x[0].what for x in states_of(job, "other")}):
-        own = [{x.rank for x in job.of(State) if x.what == what}]
-        if own[0] == {x.rank for x in job.processes}:
-            text = "which no optimizer trains, ran after different steps on the ranks"
-            raise Doubt(f"{what}, {text}")
-    yield parts[0] + "; so are " * (len(parts) > 1) + " and ".join(parts[1:])
+    rows, again = need(states_of(job, "step", "weights"), NONE), []
+    count = differing(rows[0])[1]
+    need(count, "the ranks train networks whose weights have different names")
+    ends, kept = states_of(job, "end", "weights"), states_of(job, "optimizer")
+    ends = [x for x in ends if differing(x)[1] > count / 2]  # or else, most are freed
+    pairs = (rows, "weights"), (ends, "weights"), (kept, "optimizer states")
+    for own, what in pairs:
+        now_and_then = again and own is kept
+        need(not now_and_then, "the ranks average their weights only now and then")
+        if found := first(own, what, 1e-5 if what == "weights" else 1e-4):
+            row, text, names = found
+            whole_weights(job, names)
+            again = equal_steps(job, row[0].step) if own is rows else []
+            when, mend = f"after step {row[0].step}", ""
+            if own is ends:
+                when = "at the end"
+            elif row is rows[0]:
+                when = "after the first backward pass, before an optimizer's step"
+                mend = "Change the same weights by equal numbers on all ranks."
+            if again:
+                text += f"; in step {again[-1]} they are equal again, as in local SGD"
+            level = NOTE if again else RISK
+            yield Breach(f"{when}, {text}", row[0].place, level=level, mend=mend)
+            if not again:
+                return
+    text = f"{count} weights are equal on {len(rows[0])} ranks before {len(rows)} steps"
+    also = ["the weights at the end"] * bool(ends)
+    also += ["the optimizer states"] * any(differing(row)[1] for row in kept)
+    also += [f"the weights of {what}" for what in others(job)]
+    yield text + "; so are " * bool(also) + " and ".join(also)
 
 
 @check(LAW, RISK, causes=[names_differ, weights_differ, weights_drift])
@@ -200,18 +178,13 @@ def other_network_differs(job):
     Not a mistake if: each rank is meant to use a network of its own.
     """
     for what, rows in others(job).items():
-        if not (found := first(rows, f"weights of {what}", 1e-5)):
-            continue
-        row, text, _ = found
-        text = f"before step {row[0].step + 1}, {text}; no optimizer trains {what}"
-        mend = ""
-        if row is rows[0]:
-            mend = "Make it equal on all ranks: copy the network after DDP has wrapped "
-            mend += "it (DDP then gives all ranks rank 0's weights), or give all ranks "
-            mend += "the same seed until the network is made."
-        else:
-            text += f", and it was equal until step {row[0].step}"
-        yield Breach(text, row[0].place, mend=mend)
+        if found := first(rows, f"weights of {what}", 1e-5):
+            row, text, _ = found
+            text = f"before step {row[0].step + 1}, {text}; no optimizer trains {what}"
+            mend = "Copy the network after DDP has wrapped it, or seed all ranks alike."
+            if row is not rows[0]:
+                text, mend = f"{text}, and it was equal until step {row[0].step}", ""
+            yield Breach(text, row[0].place, mend=mend)
 
 
 def others(job: Job) -> dict[str, list[list[State]]]:
@@ -241,13 +214,11 @@ def buffers_differ(job):
     for row in rows:
         what = f"weights and buffers of the validated {row[0].what}"
         if found := first([row], what, 1e-4):
-            text = f"after step {row[0].step}, {found[1]}"
             # DDP copies rank 0's statistics before the next step
             norms = all("running_" in name for name in found[2]) and row[0].trains
-            saved = [x for x in job.of(Saved) if x.step >= row[0].step]
-            if saved and norms:
-                text += f"; {saved[0].place} saves those of rank {saved[0].rank} only"
+            saved = any(x.step >= row[0].step for x in job.of(Saved))
             level = NOTE if norms and not saved else RISK
+            text = f"after step {row[0].step}, {found[1]}"
             yield Breach(text, row[0].place, level=level)
             return
     if found := first(updated, "buffers", 1e-4):
@@ -283,48 +254,19 @@ def tensors_drift(job):
         gap = median(between(x, start) for x in values[agreed:])
         moved = [sum(map(ne, a[0], b[0])) for a, b in pairwise(values[agreed:])]
         if count > 2 or (gap < 0.2 and len({*start[:7]}) > 3 and median(moved)):
-            found.append((where, count, name))
+            found.append((where, name))
         elif gap < 0.7 and median(moved) > len(start) / 2:
             unsure.append(name)
     if found:
-        step, count, _ = min(found)
-        what = f"{listed(sorted(x[2] for x in found))} differ between the ranks from "
-        more = f"after {count} changes that were equal on all ranks"
-        what += f"step {step} on, {more if count else 'and were equal at first'}"
+        names = listed(sorted(x[1] for x in found))
+        what = f"{names} are equal on all ranks until step {min(found)[0]}, then differ"
         yield Breach(what, job.of(Step)[0].place)
     if unsure:
-        text = (
-            "differ between the ranks: they may be each rank's own sums, or statistics"
-        )
-        raise Doubt(f"{listed(sorted(unsure))} {text} that networks use")
+        text = "differ between the ranks, perhaps because they are each rank's own sums"
+        raise Doubt(f"{listed(sorted(unsure))} {text}")
 
 
 def between(ranks: list[list[float]], start: list[float]) -> float:
-    """Return how far apart ranks' tensors are, divided by how far they have moved.
-
-    Estimates of the same quantity are closer to each other than to their start.
-    """
+    """Return how far apart ranks' tensors are, divided by how far they have moved."""
     most = max(math.dist(ranks[0], one) for one in ranks[1:])
     return most / (min(math.dist(start, one) for one in ranks) or most)
-
-
-@check(LAW, RISK, causes=[*EARLIER, weights_drift, buffers_differ], read="pitfall 11")
-def weights_differ_in_the_end(job):
-    """At the end, the ranks have different weights.
-
-    Look for code that changes the weights on one rank only.
-    Not a mistake if: only one rank's weights are used.
-    """
-    several(job)
-    why = "the ranks' last weights, after the same step, were not seen"
-    rows = need(states_of(job, "end", "weights"), why)
-    known = [differing(row)[1] for row in states_of(job, "step", "weights")[-1:]]
-    if known and differing(rows[-1])[1] < known[0] / 2:
-        raise NotJudged("the script freed most weights before it ended")
-    if found := first(rows[-1:], "weights", 1e-5):
-        if why := pieces(job, found[2]):
-            raise NotJudged(why)
-        yield Breach(f"at the end, {found[1]}", found[0][0].place)
-
-
-DRIFT = [weights_drift, weights_differ_in_the_end]

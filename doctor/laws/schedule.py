@@ -10,7 +10,7 @@ from ..moments import Step
 from ..record import place, recorder, torch, wrap
 from ..watcher import Watcher
 from .alive import LAW as LEARNS
-from .replicas import DRIFT, LAW, alike
+from .replicas import LAW, alike, weights_drift
 
 RESUMED = (
     "load_state_dict() restores the old schedule's length: if the number of steps has "
@@ -91,7 +91,7 @@ def length(scheduler) -> int | None:
 # --- checks ---
 
 
-@check(LAW, WRONG, effects=DRIFT, read="pitfall 11")
+@check(LAW, WRONG, effects=[weights_drift], read="pitfall 11")
 def learning_rates_differ(job):
     """The ranks have different learning rates.
 

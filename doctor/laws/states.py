@@ -85,8 +85,8 @@ class Replicas(Watcher):
         for reference, where in others.values():
             if (network := reference()) is None:
                 continue
-            name = type(network).__name__
-            self.write("other", name, named(network.named_parameters()), where, False)
+            name, own = type(network).__name__, named(network.named_parameters())
+            self.write("other", name, own, place=where, trains=False)
         first = id(optimizer) not in self.seen and optimizer.state
         self.seen.add(id(optimizer))
         if first or recorder.step in STATES:
@@ -116,61 +116,45 @@ class Replicas(Watcher):
             return
         self.validated.add(key)
         found = named([*network.named_parameters(), *network.named_buffers()])
-        self.write("validation", type(network).__name__, found, place(), trains)
+        self.write("validation", type(network).__name__, found, trains=trains)
 
     def on_end(self) -> None:
         if recorder.step:
             self.write("end", "weights", self.held())
-            self.write("end", "buffers", buffers())
 
     def held(self) -> dict:
-        """Return {name: weight} for all networks that an optimizer has trained.
-
-        Equal names get numbers, in the order in which doctor first saw the weights,
-        because Python frees an old network's weights at a different time on each rank.
-        """
+        """Return {name: weight} for all networks that an optimizer has trained."""
         found, seen = {}, [one() for _, one in Moments.here.known.values()]
         seen = {id(one): one for one in seen if one is not None}
         for network in [*Moments.here.networks]:
             own = {id(x): x for x in network.parameters() if x.requires_grad}
             seen |= own if own.keys() & seen.keys() else {}
         for one in seen.values():
+            # Python frees an old network's weights at a different time on each rank
             known, label = self.labels.get(id(one), (None, ""))
             if known is None or known() is not one:
                 label = Moments.here.name(one)
                 self.made[label] += 1
-                if self.made[label] > 1:
-                    label = f"{label} #{self.made[label]}"
+                count = self.made[label]
+                label += f" #{count}" * (count > 1)
                 self.labels[id(one)] = weakref.ref(one), label
             found[label] = one
         return named(found.items())
 
-    def write(
-        self, moment: str, what: str, found, where="", trains=True, rows=(), meets=0
-    ):
-        """Write an event with a few elements of each tensor."""
+    def write(self, moment: str, what: str, found: dict, rows=(), **more) -> None:
+        """Write an event with a few elements (or else, these rows) of each tensor."""
         if found and not recorder.full(State):
             each, values = flat(rows or numbers([*found.values()]))
-            event = State(
-                moment=moment,
-                what=what,
-                names=[*found],
-                each=each,
-                values=values,
-                place=where or place(),
-                trains=trains,
-                meets=meets,
-            )
-            recorder.write(event)
+            own = {"moment": moment, "what": what, "names": [*found], "place": place()}
+            recorder.write(State(each=each, values=values, **own | more))
 
 
 def named(pairs) -> dict:
     """Return {name: floating-point tensor}; equal names get numbers."""
     found = {}
     for name, one in pairs:
-        if hasattr(one, "placements") or not one.is_floating_point():
-            continue
-        found[label_of(name.removeprefix("module."), found)] = one
+        if one.is_floating_point() and not hasattr(one, "placements"):
+            found[label_of(name.removeprefix("module."), found)] = one
     return found
 
 
@@ -193,9 +177,10 @@ def buffers() -> dict:
 
 def states(optimizer) -> dict:
     """Return the tensors of an optimizer's state."""
-    pairs = []
-    for weight, own in optimizer.state.items():
-        for name, one in own.items():
-            if torch.is_tensor(one):
-                pairs.append((f"{name} of {Moments.here.name(weight)}", one))
+    pairs = (
+        (f"{name} of {Moments.here.name(weight)}", one)
+        for weight, own in optimizer.state.items()
+        for name, one in own.items()
+        if torch.is_tensor(one)
+    )
     return named(pairs)

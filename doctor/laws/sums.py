@@ -1,8 +1,8 @@
 """Law 7: printed results are true. Checks sums over all ranks."""
 
 import re
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 
 from ..law import RISK, WRONG, Breach, check, several
 from ..numbers import others, results
@@ -12,6 +12,7 @@ from .printed import LAW
 
 RATIOS = re.compile(r"\w*auc|auroc|auprc|rmse|r2|kappa|mcc")  # no means over samples
 PER_CLASS = re.compile(r"m?iou|f1|precision|recall")  # nor are these, for each class
+Rows = list[tuple[Call, ...]]  # calls of collectives, one per rank
 
 
 @check(LAW, WRONG, needs=[Call], read="pitfall 16")
@@ -43,7 +44,7 @@ def local_divisor(job):
     Sum the numerator and the count over all ranks; divide once.
     Not a mistake if: the other ranks' counts are not part of the result.
     """
-    for name, count, text, line in explained(quotients(job)):
+    for name, count, text, line in explained(job, divided):
         what = f"rank {line.rank} prints {text}, which is a sum over all ranks, "
         what += f"divided by rank {line.rank}'s own {name} ({count} prints)"
         yield Breach(what, line.place)
@@ -57,58 +58,59 @@ def averaged_metric(job):
     ranks, such as a confusion matrix.
     Not a mistake if: you define the metric as the mean over parts of the data.
     """
-    for name, count, text, line in explained(means(job)):
+    for name, count, text, line in explained(job, averaged):
         what = f"rank {line.rank} prints the {name} {text}, which is the mean of the "
         yield Breach(f"{what}ranks' own values ({count} prints)", line.place)
 
 
-def quotients(job) -> Iterator[tuple]:
-    """Yield (place, counts by which a sum may have been divided, number, line)."""
-    for line, own, rows in prints(job):
-        rows = [row for row in rows if summed(row)]
-        found = [(x.value, x.gap, x.text) for x in results(line.text)]
-        found += [(float(x), gap_of(x), x) for _, x in others(line.text)]
-        for order, (value, gap, text) in enumerate(found if rows else ()):
-            fits = divided(rows, own, value, gap)
-            yield (line.place, line.rank, order), fits, text, line
+def explained(job, read: Callable) -> Iterator[tuple[str, int, str, Printed]]:
+    """Yield (explanation, count, last number, its line) for each explained place.
 
-
-def means(job) -> Iterator[tuple]:
-    """Yield (place, {name} if the ranks' values have this mean, number, line)."""
-    for line, _, rows in prints(job):
-        for name, text in others(line.text):
-            short = re.sub(r".*[_/]", "", name)
-            each = PER_CLASS.fullmatch(short)
-            if each or RATIOS.fullmatch(short):
-                own = [x for x in rows if not (each and x[0].sent.startswith("1 x"))]
-                fits = {name} if any(averages(row, text) for row in own) else set()
-                yield (line.place, name), fits, text, line
-
-
-def prints(job) -> Iterator[tuple[Printed, int, list[tuple[Call, ...]]]]:
-    """Yield each printed line, its rank's index, and its step's earlier collectives."""
+    `read(line, rank, rows)` yields (which number, its text, possible explanations).
+    """
     several(job)
-    calls, found = [process.of(Call) for process in job.processes], {}
-    for row in zip(*calls, strict=False):
+    calls, sites = defaultdict(list), defaultdict(list)
+    for row in zip(*(process.of(Call) for process in job.processes), strict=False):
         if all(x.value is not None for x in row):
-            for n, one in enumerate(row):
-                found.setdefault((n, one.step), []).append(row)
-    for n, process in enumerate(job.processes):
+            for rank, one in enumerate(row):
+                calls[rank, one.step].append(row)
+    for rank, process in enumerate(job.processes):
         for line in process.of(Printed):
-            rows = found.get((n, line.step), ())
-            if earlier := [row for row in rows if row[n].time < line.time]:
-                yield line, n, earlier
-
-
-def explained(numbers: Iterator[tuple]) -> Iterator[tuple[str, int, str, Printed]]:
-    """Yield (explanation, count, last number, its line) for each explained place."""
-    sites = {}
-    for key, *one in numbers:
-        sites.setdefault(key, []).append(one)
+            rows = [x for x in calls[rank, line.step] if x[rank].time < line.time]
+            for which, text, fits in read(line, rank, rows) if rows else ():
+                sites[rank, line.place, which].append((fits, text, line))
     for found in sites.values():
         names = set.intersection(*(fits for fits, _, _ in found))
         if names and len({text for _, text, _ in found}) > 1:
             yield min(names), len(found), *found[-1][1:]
+
+
+def divided(line: Printed, rank: int, rows: Rows) -> Iterator[tuple]:
+    """Explain numbers as a sum over all ranks, divided by one of the rank's counts."""
+    rows, found = [row for row in rows if summed(row)], []
+    totals = [sum(x.value for x in row) for row in rows]
+    for row, total in zip(rows, totals, strict=True):
+        for name in set.intersection(*({*x.counts} for x in row)):
+            counts = [x.counts[name] for x in row]
+            own = counts.pop(rank)
+            # Rank 0 may have the sum of all counts
+            if own < 1.5 * max(counts) and own not in totals and {*counts} != {own}:
+                found.append((name, total / own))
+    numbers = [(x.value, x.gap, x.text) for x in results(line.text)]
+    numbers += [(float(x), gap_of(x), x) for _, x in others(line.text)]
+    for which, (value, gap, text) in enumerate(numbers if rows else ()):
+        near = {k for k, x in found if min(abs(n * x - value) for n in (1, 100)) < gap}
+        yield which, text, near if gap < 0.002 * value else set()
+
+
+def averaged(line: Printed, rank: int, rows: Rows) -> Iterator[tuple]:
+    """Explain metrics as the mean of the ranks' own numbers."""
+    for name, text in others(line.text):
+        short = re.sub(r".*[_/]", "", name)
+        each = PER_CLASS.fullmatch(short)
+        if each or RATIOS.fullmatch(short):
+            own = [x for x in rows if not (each and x[0].sent.startswith("1 x"))]
+            yield name, text, {name} if any(is_mean(x, text) for x in own) else set()
 
 
 def gap_of(text: str) -> float:
@@ -116,7 +118,7 @@ def gap_of(text: str) -> float:
     return 0.6 * 10 ** -len(text.partition(".")[2])
 
 
-def averages(row: tuple[Call, ...], text: str) -> bool:
+def is_mean(row: tuple[Call, ...], text: str) -> bool:
     """Return whether a printed number is the mean of the ranks' own numbers."""
     own = [x.value / max(1, int(x.sent.partition(" ")[0])) for x in row]
     near = [abs(x * sum(own) / len(own) - float(text)) < gap_of(text) for x in (1, 100)]
@@ -128,18 +130,3 @@ def summed(row: tuple[Call, ...]) -> bool:
     """Return whether all ranks sum one number in the same line."""
     single = all(x.sent.startswith("1 x") for x in row)
     return single and len({x.place for x in row}) == 1 and "reduce" in row[0].name
-
-
-def divided(rows: list[tuple], own: int, value: float, gap: float) -> set[str]:
-    """Return the names of the rank's counts by which a sum may have been divided."""
-    totals, found = [sum(x.value for x in row) for row in rows], set()
-    for row, total in zip(rows, totals, strict=True):
-        for name in set.intersection(*({*x.counts} for x in row)):
-            counts = [x.counts[name] for x in row]
-            most = max(x for n, x in enumerate(counts) if n != own)
-            near = [abs(x * total / counts[own] - value) < gap for x in (1, 100)]
-            # Rank 0 may have the sum of all counts
-            local = counts[own] < 1.5 * most and counts[own] not in totals
-            if any(near) and local and len({*counts}) > 1 and gap < 0.002 * value:
-                found.add(name)
-    return found

@@ -1,13 +1,13 @@
 """Law 2: ranks are exchangeable. Checks the targets of losses."""
 
-from itertools import combinations
+from collections import Counter, defaultdict
 from math import isfinite, prod, sqrt
 from random import Random
 from statistics import correlation, fmean, pstdev
 
 from ..event import Event
 from ..job import Process
-from ..law import RISK, Breach, Doubt, NotJudged, check, several
+from ..law import RISK, Breach, Doubt, check, need, several
 from ..neighbours import Input, Targets
 from ..record import place, recorder, torch, wrap
 from ..sample import numbers
@@ -38,20 +38,17 @@ class Candidates(Watcher):
         wrap(torch.nn.functional, "cross_entropy", self.loss)
 
     def loss(self, call, /, *args, **kwargs):
-        result = call(*args, **kwargs)
-        joined = torch.distributed.is_initialized() and recorder.watching
-        if joined and result.requires_grad and result.dim() == 0:
-            self.look(result, *args[:2])
-        return result
-
-    def look(self, result, scores, target) -> None:
         """Record the targets if they are consecutive indices of candidates."""
+        result, (scores, target) = call(*args, **kwargs), args[:2]
+        joined = torch.distributed.is_initialized() and recorder.watching
+        if not (joined and result.requires_grad and result.dim() == 0):
+            return result
         size, count = torch.distributed.get_world_size(), target.numel()
         fits = target.dim() == 1 and scores.shape == (count, size * count)
         if fits and size > 1 and count > 1 and not target.is_floating_point():
-            steps = torch.arange(count, device=target.device)
-            if torch.equal(target - target[0], steps):
+            if bool((target.diff() == 1).all()):
                 self.pending.append((int(target[0]), count, result.detach(), place()))
+        return result
 
     def on_step(self, optimizer, weights, gradients) -> None:
         pending, self.pending = self.pending, []
@@ -79,8 +76,7 @@ def same_targets(job):
     losses = [[x.loss for x in row] for row in later]
     means = [fmean(own) for own in zip(*losses, strict=True)]
     above = sum(min(row[1:]) > row[0] for row in losses)
-    text = f"the targets are {one.first} to {one.first + one.count - 1} on every rank, "
-    text += f"among the {one.count * len(same[0])} candidates of all ranks"
+    text = f"the targets are {one.first} to {one.first + one.count - 1} on every rank"
     if above < 0.75 * len(later) or min(means[1:]) < 1.05 * means[0]:
         raise Doubt(f"{text}, which is right if each rank's own candidates come first")
     told = ", ".join(f"{x:.3g} on rank {n}" for n, x in enumerate(means[:4]))
@@ -96,44 +92,36 @@ def meanings_differ(job):
     Not a mistake if: each rank is meant to learn a task of its own.
     """
     several(job)
-    ranks = [samples(process) for process in job.processes[:4]]
-    for one, other in combinations(range(len(ranks)), 2):
-        own = ranks[one], ranks[other]
-        cells = common(*own)
-        if len(cells) < 10:
-            raise NotJudged("too few samples of each class were seen")
-        rows = [related(x, cells) for x in own]
+    first, *ranks = [samples(process) for process in job.processes[:4]]
+    for rank, other in enumerate(ranks, 1):
+        cells = common(first, other)
+        need(len(cells) > 9, "too few samples of each class were seen")
+        rows = [related(x, cells) for x in (first, other)]
         # These are standard normal numbers if inputs and targets are independent
         sizes = [sum(x * x for x in row) for row in rows]
-        if min(map(pstdev, rows)) == 0:
-            continue
-        found, count = correlation(*rows), len(cells)
+        count = len(cells)
+        found = correlation(*rows) if min(map(pstdev, rows)) else 1
         wanted = sqrt(prod(max(0, 1 - count / size) for size in sizes))
-        if not (found < wanted / 3 and (wanted - found) * sqrt(count) > 5):
-            continue
-        errors = min(beyond(x, cells, size) for x, size in zip(own, sizes, strict=True))
-        if not errors > 8:
-            continue
-        what = f"on ranks {one} and {other}, targets depend on inputs (by {errors:.0f} "
-        what += f"standard errors or more), but differently: over {count} pairs of "
-        what += f"a feature and a class, the correlation is {found:.2f}, not about "
-        yield Breach(f"{what}{wanted:.2f}", job.of(Input)[0].place)
-        return
+        if found < wanted / 3 and (wanted - found) * sqrt(count) > 5:
+            errors = min(map(beyond, (first, other), [cells] * 2, sizes))
+            if errors > 8:
+                what = f"on ranks 0 and {rank}, targets depend on inputs ({errors:.0f} "
+                what += "standard errors or more), but differently: the correlation of "
+                what += f"{count} feature-class pairs is {found:.2f}, not {wanted:.2f}"
+                yield Breach(what, job.of(Input)[0].place)
+                return
 
 
 def samples(process: Process) -> Samples:
     """Return a rank's distinct samples, as (features, target)."""
-    found, targets = {}, {}
-    for one in process.of(Targets):
-        targets.setdefault(one.step, []).append(one)
+    found, targets = {}, {(x.step, x.count): x for x in process.of(Targets)[::-1]}
     for one in process.of(Input):
-        fits = [x for x in targets.get(one.step, ()) if x.count == len(one.rows)]
-        values = fits[0].values if fits else ()
+        known = targets.get((one.step, len(one.rows)))
+        values = known.values if known else ()
         for row, few, target in zip(one.rows, one.few, values, strict=False):
-            if not all(map(isfinite, (*few, target))):
-                continue
-            features = dict.fromkeys(few, 1.0) if one.whole else dict(enumerate(few))
-            found.setdefault(row, (features, target))
+            if all(map(isfinite, (*few, target))):
+                features = dict.fromkeys(few, 1.0) if one.whole else enumerate(few)
+                found.setdefault(row, (dict(features), target))
     return [*found.values()][:800]
 
 
@@ -141,15 +129,13 @@ def common(*ranks: Samples) -> list[tuple]:
     """Return the pairs (feature, class) that have enough samples on all ranks."""
     features, classes = [], []
     for own in ranks:
-        counts, targets, seen = {}, {}, {}
-        for values, target in own:
-            targets[target] = targets.get(target, 0) + 1
+        counts, most = defaultdict(Counter), len(own) - FEWEST
+        for values, _ in own:
             for name, value in values.items():
-                counts[name] = counts.get(name, 0) + (value != 0)
-                seen.setdefault(name, set()).add(value)
-        most = len(own) - FEWEST
-        often = {x for x, n in counts.items() if n >= FEWEST}
-        features.append({x for x in often if counts[x] <= most or len(seen[x]) > 2})
+                counts[name][value] += 1
+        often = {k: x for k, x in counts.items() if x.total() >= FEWEST}
+        features.append({k for k, x in often.items() if max(x.values()) <= most})
+        targets = Counter(target for _, target in own)
         classes.append({x for x, n in targets.items() if FEWEST <= n <= most})
     targets = sorted(set.intersection(*classes))
     binary = len(targets) == 2 and all(len({x for _, x in y}) == 2 for y in ranks)
@@ -159,18 +145,18 @@ def common(*ranks: Samples) -> list[tuple]:
 
 def related(own: Samples, cells: list[tuple]) -> list[float]:
     """Return the correlation of each pair's feature and class, times sqrt(samples)."""
-    sums, squares, both, classes = {}, {}, {}, {}
+    sums, squares, both = Counter(), Counter(), Counter()
+    classes, count = Counter(target for _, target in own), len(own)
     for values, target in own:
-        classes[target] = classes.get(target, 0) + 1
         for name, x in values.items():
-            sums[name] = sums.get(name, 0) + x
-            squares[name] = squares.get(name, 0) + x * x
-            both[name, target] = both.get((name, target), 0) + x
-    found, count = [], len(own)
+            sums[name] += x
+            squares[name] += x * x
+            both[name, target] += x
+    found = []
     for name, target in cells:
         share = classes[target] / count
         spread = squares[name] / count - (sums[name] / count) ** 2
-        gap = both.get((name, target), 0) - share * sums[name]
+        gap = both[name, target] - share * sums[name]
         found.append(gap / sqrt(max(1e-12, spread * share * (1 - share)) * count))
     return found
 

@@ -7,7 +7,7 @@ from statistics import fmean, median
 
 from ..event import Event
 from ..job import Process
-from ..law import SLOW, Breach, Law, NotJudged, check, need
+from ..law import SLOW, Breach, Law, check, need
 from ..moments import Moments, Step
 from ..record import recorder, torch, wrap
 from ..watcher import Watcher
@@ -53,13 +53,10 @@ class Clock(Watcher):
 
     def __init__(self):
         self.known = set()
-        self.ended, self.forward, self.back, self.stepping = None, 0.0, 0.0, 0.0
-        self.waited, self.queue = 0.0, 0.0
-        self.clear()
-
-    def clear(self) -> None:
-        self.spans, self.averages = deque(maxlen=200), False
-        self.calls = Counter()
+        self.ended = self.forward = self.back = self.stepping = 0.0
+        self.waited = self.queue = 0.0
+        self.spans, self.calls = deque(maxlen=200), Counter()
+        self.averages = False  # a backward pass of this step has ended
 
     def hooks(self) -> None:
         wrap(torch, "save", self.save)
@@ -79,20 +76,15 @@ class Clock(Watcher):
     def on_output(self, network, outputs, batch) -> None:
         part = "forward" if torch.is_grad_enabled() else "validation"
         self.add(part, time.perf_counter() - self.forward)
-        if torch.is_grad_enabled():
-            self.learn(network)
-
-    def learn(self, network) -> None:
-        """Record a network's size on its first call."""
         inner = getattr(network, "_orig_mod", network)
         inner = getattr(inner, "module", inner)
         name = type(inner).__name__
-        if name not in self.known and (weights := [*inner.parameters()]):
+        new = torch.is_grad_enabled() and name not in self.known
+        if new and (weights := [*inner.parameters()]):
             self.known.add(name)
-            cores = len(os.sched_getaffinity(0))
+            own = {"network": name, "cores": len(os.sched_getaffinity(0))}
             count, device = sum(one.numel() for one in weights), weights[0].device.type
-            one = Runs(network=name, weights=count, device=device, cores=cores)
-            recorder.write(one)
+            recorder.write(Runs(weights=count, device=device, **own))
 
     def on_backward(self, root) -> None:
         self.back = Moments.here.last_gradient = time.perf_counter()
@@ -124,17 +116,13 @@ class Clock(Watcher):
     def after_step(self, optimizer, weights) -> None:
         now = time.perf_counter()
         self.add("optimizer", max(0.0, now - self.stepping - self.waited))
-        queue = queued()
-        one = Spans(
-            watched=recorder.watching,
-            wall=now - self.ended if self.ended else 0.0,
-            queued=queue - self.queue,
-            spans=[*self.spans],
-            calls=dict(self.calls.most_common(9)),
-        )
-        recorder.write(one)
-        self.clear()
-        self.ended, self.queue = time.perf_counter(), queue
+        queue, wall = queued(), now - self.ended if self.ended else 0.0
+        own = {"spans": [*self.spans], "calls": dict(self.calls.most_common(9))}
+        own |= {"watched": recorder.watching, "queued": queue - self.queue}
+        recorder.write(Spans(wall=wall, **own))
+        self.spans.clear()
+        self.calls.clear()
+        self.averages, self.ended, self.queue = False, time.perf_counter(), queue
 
 
 def queued() -> float:
@@ -166,14 +154,12 @@ def parts(one: Spans) -> dict[str, float]:
 
 def time_table(job) -> dict[int, dict[str, float]]:
     """Return each rank's seconds per step by part, or {} if there are too few steps."""
-    table = {}
-    for process in job.processes:
-        rows = [parts(one) for one in timed(process)]
-        if len(rows) < 5:
-            return {}
-        means = {part: fmean(row[part] for row in rows) for part in rows[0]}
-        table[process.rank] = means
-    return table
+    ranks = {one.rank: [*map(parts, timed(one))] for one in job.processes}
+    enough = min(map(len, ranks.values()), default=0) > 4
+    return {
+        rank: {part: fmean(row[part] for row in rows) for part in rows[0]}
+        for rank, rows in (ranks.items() if enough else ())
+    }
 
 
 # --- checks ---
@@ -181,14 +167,12 @@ def time_table(job) -> dict[int, dict[str, float]]:
 
 def walls(job) -> float:
     """Return a step's median duration in seconds; raise NotJudged for short steps."""
-    if job.emulated:
-        raise NotJudged("--cpu emulated the GPUs: times on real GPUs would differ")
+    real = not job.emulated
+    need(real, "--cpu emulated the GPUs: times on real GPUs would differ")
     rows = [[one.wall for one in timed(process)] for process in job.processes]
-    if min(map(len, rows), default=0) < 5:
-        raise NotJudged("too few steps were seen: see --steps")
+    need(min(map(len, rows), default=0) > 4, "too few steps were seen: see --steps")
     wall = max(map(median, rows))
-    if wall < LEAST:
-        raise NotJudged(f"a median step takes {1000 * wall:.1f} ms, less than 50 ms")
+    need(wall >= LEAST, f"a median step takes {1000 * wall:.1f} ms, less than 50 ms")
     return wall
 
 
@@ -202,9 +186,9 @@ def every_micro_batch(job):
     for row in job.rows(Update):
         passes = row[0].passes
         forwards = [one["forwards"][-1] for one in passes if one["forwards"]]
-        places = {one["place"] for one in passes}
-        if len(passes) > 1 and sum(forwards) >= len(passes) and len(places) == 1:
-            what = f"DDP averages gradients {len(passes)} times per step"
+        places, count = {one["place"] for one in passes}, len(passes)
+        if sum(forwards) >= count > 1 == len(places):
+            what = f"DDP averages gradients {count} times per step"
             yield Breach(what, passes[0]["place"])
             return
 
@@ -218,68 +202,60 @@ def bottleneck(job):
 
     Look at the last lines of the report, which show how long each part takes.
     """
-    wall, found = walls(job), []
-    steps = [timed(process) for process in job.processes]
-    shares = {}
+    wall, steps = walls(job), [timed(process) for process in job.processes]
+    if slow := slowest(job, steps, wall):
+        yield slow
+        return
+    shares, costs, found = {}, Counter(), []
     for rank, rows in enumerate(steps):
         for part in ("data", "validation", "saving", "other code"):
             share = median(parts(one)[part] / one.wall for one in rows)
             shares[part] = max(shares.get(part, (0, 0)), (share, rank))
     if any(one.watched for one in steps[0]):
         shares.pop("other code")  # it includes doctor's own work
-    slow = slowest(job, steps, wall)
-    if slow:
-        found.append((1.0, slow))
     for part, (share, rank) in shares.items():
-        if share > 2 * SHARE and not slow:
+        if share > 2 * SHARE:
             what = f"{part} takes {share:.0%} of a {1000 * wall:.0f} ms step on rank "
-            found.append((share, Breach(f"{what}{rank}", mend=MENDS[part])))
+            found.append(Breach(f"{what}{rank}", mend=MENDS[part]))
     columns = [*zip(*steps, strict=False)]
-    total, costs = sum(column[0].wall for column in columns), Counter()
     for column in columns:
         for call in column[0].calls:  # the last rank to arrive does not wait
             costs[call] += min(one.calls.get(call, 0) for one in column)
     for call, seconds in costs.most_common(1):
         name, _, where = call.partition(" in ")
-        if seconds > SHARE * total and not slow:
-            what = f"{name} takes {seconds / total:.0%} of a step (communication)"
+        share = seconds / sum(column[0].wall for column in columns)
+        if share > SHARE:
+            what = f"{name} takes {share:.0%} of a step (communication)"
             mend = "Call this collective less often, or with less data."
-            found.append((seconds / total, Breach(what, where, mend=mend)))
-    for _, breach in sorted(found, key=lambda one: -one[0]):
-        yield breach
-    if not found:
-        rest = ", ".join(f"{part} {share:.0%}" for part, (share, _) in shares.items())
-        yield f"a median step takes {1000 * wall:.0f} ms: {rest}"
+            found.append(Breach(what, where, mend=mend))
+    rest = ", ".join(f"{part} {share:.0%}" for part, (share, _) in shares.items())
+    yield from found or [f"a median step takes {1000 * wall:.0f} ms: {rest}"]
 
 
 def slowest(job, steps: list[list[Spans]], wall: float) -> Breach | None:
     """Return a breach if one rank makes the others wait for it in nearly all steps."""
-    if len(steps) < 2:
-        return None
-    rows = [[parts(one) for one in own] for own in steps]
-    own = [  # without waiting for a core
-        [x.wall - parts(x)["communication"] - x.queued for x in found]
-        for found in steps
-    ]
-    means = [median(one) for one in own]
-    slow = means.index(max(means))
-    others = [one for n, one in enumerate(means) if n != slow]
-    columns = [*zip(*own, strict=False)]
+    rows = [[(x, parts(x)) for x in own] for own in steps]
+    # The seconds that a rank works: it does not wait for other ranks or for a core
+    works = [[x.wall - y["communication"] - x.queued for x, y in own] for own in rows]
+    medians = [median(own) for own in works]
+    most, slow = max((x, n) for n, x in enumerate(medians))
+    others = max([x for n, x in enumerate(medians) if n != slow], default=most)
+    columns, gain = [*zip(*works, strict=False)], most - others
     often = sum(column[slow] == max(column) for column in columns)
-    gain = means[slow] - max(others)
-    if min(means) < 0:  # a rank waited for a core in collectives: the machine is busy
+    # If a rank waited for a core in collectives, the machine is busy
+    busy = min(medians) < 0 or often < 0.8 * len(columns)
+    if busy or gain < max(SHARE * wall, 0.2 * others):
         return None
-    if gain < max(SHARE * wall, 0.2 * max(others)) or often < 0.8 * len(columns):
-        return None
-    names = [part for part in rows[0][0] if part != "communication"]
-    each = {x: [median(row[x] for row in one) for one in rows] for x in names}
-    more = {x: row[slow] - min(row) for x, row in each.items()}
+    more = {}
+    for part in (*PARTS, "other code"):
+        each = [median(y[part] for _, y in own) for own in rows]
+        more[part] = (each[slow] - min(each)) * (part != "communication")
     part = max(more, key=more.__getitem__)
     if more[part] < 0.5 * gain:
         return None
-    what = f"rank {job.processes[slow].rank} needs {1000 * means[slow]:.0f} ms for its "
-    what += f"part of a step, and the others, which need {1000 * max(others):.0f} ms, "
-    what += f"wait: its {part} takes {1000 * more[part]:.0f} ms longer"
+    what = f"rank {slow} needs {1000 * most:.0f} ms for its part of a step, and the "
+    what += f"others, which need {1000 * others:.0f} ms, wait: its {part} takes "
+    what += f"{1000 * more[part]:.0f} ms longer"
     return Breach(what, mend=f"Find out what extra work this rank does in its {part}.")
 
 
@@ -302,8 +278,7 @@ def threads(job):
     Set OMP_NUM_THREADS to the number of cores divided by the number of processes.
     """
     walls(job)
-    if any(one.device != "cpu" for one in job.of(Runs)):
-        raise NotJudged("the job computes on GPUs")
+    need({x.device for x in job.of(Runs)} == {"cpu"}, "the job computes on GPUs")
     cores, count = job.of(Runs)[0].cores, job.of(Step)[0].threads
     if count * len(job.processes) > 1.5 * cores:
         what = f"{len(job.processes)} processes have {count} threads each"

@@ -5,7 +5,7 @@ torchrun --standalone --nproc-per-node 2 tutorial/labs/37_local_steps.py
 symptom: The saved weights come from only one process.
 grader: model.pt does not hold the mean of both processes' weights
 checks: shares, local
-doctor: weights_differ_in_the_end
+doctor: weights_drift
 lesson: 19_talk_less
 """
 
