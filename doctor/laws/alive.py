@@ -9,6 +9,7 @@ from ..moments import Moments, Step, weights
 from ..record import STEPS, recorder, torch
 from ..sample import numbers
 from ..watcher import Watcher, tell
+from .checkpoints import local
 from .layers import Layers, Ran, networks
 from .passes import Update
 from .replicas import listed
@@ -153,11 +154,6 @@ class Alive(Watcher):
             if ran := Layers.here.ran.get(id(modules[name])):
                 found = name, ran
         return found
-
-
-def local(tensor):
-    """Return this process's shard if a tensor is sharded, else the tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "placements") else tensor
 
 
 def lives(tensors: list) -> list[bool]:

@@ -2,26 +2,16 @@
 
 import os
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 
 from ..event import Event
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, check, need, several
 from ..loaders import leaves
-from ..moments import Moments, Step
-from ..moments import weights as held_by
+from ..moments import Moments, Step, weights
 from ..record import place, recorder, torch, wrap
 from ..watcher import Watcher
-from .checkpoints import (
-    Checkpoints,
-    Saved,
-    dictionaries,
-    floats,
-    has,
-    mark_of,
-    no_optimizer,
-    parts,
-)
+from .checkpoints import Checkpoints, Saved, floats, has, mark_of, no_optimizer, parts
 from .files import LAW, base
 
 
@@ -48,7 +38,6 @@ class Resumed(Event, limit=20):
 
     path: str
     rest: int  # number of the file's tensors that no load_state_dict() got
-    place: str
 
 
 class Begins(Event, limit=20):
@@ -58,21 +47,13 @@ class Begins(Event, limit=20):
     place: str
 
 
-@dataclass
-class File:
-    """A file that torch.load() has read."""
-
-    path: str
-    place: str
-    rest: set[int]  # the addresses of its tensors that no load_state_dict() got
-    restores: bool = False  # a network has loaded some of its tensors
-
-
 class Resumes(Watcher):
     """Tracks calls of torch.load() and load_state_dict()."""
 
     def __init__(self):
-        self.files, self.loaded, self.known = [], "", weakref.WeakSet()
+        self.loaded, self.known = "", weakref.WeakSet()
+        self.files = {}  # path -> addresses of tensors that no load_state_dict() got
+        self.restored = set()  # paths of files from which a network got its weights
         self.names = {}  # id of a weight -> its name in a network that was restored
 
     def hooks(self) -> None:
@@ -86,30 +67,26 @@ class Resumes(Watcher):
 
     def load(self, call, *args, **kwargs):
         result = call(*args, **kwargs)
-        found = [*dictionaries(result)]
-        if has(found, "param_groups"):
-            schedule = has(found, "last_epoch")
+        if has(result, "param_groups"):
+            schedule = has(result, "last_epoch")
             recorder.write(Loaded(schedule=schedule, place=place()))
         self.loaded = place()
         path = args[0] if args else kwargs["f"]
         path = getattr(path, "name", path)
         if recorder.watching and isinstance(path, (str, os.PathLike)):
             own = [x for x in floats(leaves(result)) if x.numel() > 7 and not parts(x)]
-            own = {one.data_ptr() for one in own}
-            self.files.append(File(os.path.abspath(path), place(), own))
+            self.files[os.path.abspath(path)] = {one.data_ptr() for one in own}
         return result
 
-    def on_step(self, optimizer, weights, gradients) -> None:
+    def on_step(self, optimizer, whole, gradients) -> None:
         if self.loaded and optimizer not in self.known:
             recorder.write(Begins(states=len(optimizer.state), place=self.loaded))
         self.known.add(optimizer)
 
     def on_input(self, network, inputs) -> None:
-        for one in self.files:
-            if one.restores:
-                event = Resumed(path=one.path, rest=len(one.rest), place=one.place)
-                recorder.write(event)
-        self.files = []
+        for path in [path for path in self.files if path in self.restored]:
+            recorder.write(Resumed(path=path, rest=len(self.files[path])))
+        self.files = {}
 
     def restore(self, what: str, call, owner, *args, **kwargs):
         known, state = Checkpoints.here, args[0] if args else kwargs["state_dict"]
@@ -124,14 +101,14 @@ class Resumes(Watcher):
             if mark and (mark[0], mark[3]) != (recorder.step, known.loads)
         ]
         known.loads += what == "weights"
-        got = {one.data_ptr() for one in floats(leaves(state))}
-        for file in self.files:
-            file.restores |= what == "weights" and not got.isdisjoint(file.rest)
-            file.rest -= got
+        got = {x.data_ptr() for x in floats(leaves(state)) if not parts(x)}
+        for path, rest in self.files.items():
+            self.restored |= {path} if what == "weights" and rest & got else set()
+            rest -= got
         event = Restored(what=what, lost=False, own=any(same), place=place())
         if what == "optimizer":
             names = self.names | Moments.here.names
-            event.weights = [names.get(id(x), "") for x in held_by(owner)]
+            event.weights = [names.get(id(x), "") for x in weights(owner)]
             event.mark = mark_of(state)
         result = call(owner, *args, **kwargs)
         unknown = getattr(result, "unexpected_keys", ())
