@@ -17,6 +17,10 @@ from .replicas import listed
 LAW = Law(6, "alive", "Every weight learns")
 # After these steps, doctor writes an event for each weight and layer
 WRITES = {*range(1, 4), *range(4, STEPS, 4), STEPS}
+ZERO = (
+    "Look for factors of zero: two factors that both start at zero never learn; nor do "
+    "weights whose results go into a ReLU and are always negative."
+)
 
 
 class Weight(Event, limit=10**6):  # enough for all weights, several times
@@ -194,9 +198,7 @@ def dead_weights(job):
     """Some trainable weights never get a gradient.
 
     Look between these weights' layers and the loss for detach(), no_grad(), item(),
-    argmax(), or a reentrant checkpoint whose inputs need no gradient. If the gradients
-    are zero, look for two factors that both start at zero, and for negative inputs of a
-    ReLU.
+    argmax(), or a reentrant checkpoint whose inputs need no gradient.
     Not a mistake if: you do not want to train them; then call requires_grad_(False).
     """
     rows = [x for x in latest(job).values() if x[0].trainable]
@@ -230,12 +232,16 @@ def dead_weights(job):
     count = f"of {len(rows)} trainable weights"
     never = f"{count} never get a gradient in {steps} steps"
     if needed:
-        what = f"{len(needed)} {never}"
+        what, mend = f"{len(needed)} {never}", ""
         if all(one.reached for one in needed):
-            what = what.replace("never get a gradient", "get only zero gradients")
+            what, mend = (
+                what.replace("never get a gradient", "get only zero gradients"),
+                ZERO,
+            )
         elif any(0 <= one.first < runs for one in needed):
             what += " (weights in later layers do learn)"
-        yield Breach(f"{what}: {names(needed)}", needed[0].place, facts=needed)
+        where = needed[0].place
+        yield Breach(f"{what}: {names(needed)}", where, facts=needed, mend=mend)
     elif dead:
         more = "; perhaps the loss should use them"
         raise NotJudged(f"{len(dead)} {never}: {names(dead)}{more}")
