@@ -117,12 +117,12 @@ class Checkpoints(Watcher):
         if path:
             recorder.write(Opened(path=path, saved=True, place=place()))
             self.marks[path] = mark_of(obj)
-            if names := cut(obj):
-                recorder.write(Cut(path=path, names=names[:9], place=place()))
         if content:
             self.weights |= {path} - {None}
             content |= {"path": path, "overwrites": there}
             recorder.write(Saved(**content, others=len(others)))
+        if path and (names := cut(obj)):
+            recorder.write(Cut(path=path, names=names[:9], place=place()))
         return result
 
     def collect(self, call, *args, **kwargs):
