@@ -86,10 +86,10 @@ def code(place: str) -> str:
         middle = int(number)
     except (OSError, ValueError):
         return f"<p>{escape(place)}</p>" * bool(place)
-    shown = []
-    for number in range(max(1, middle - 3), min(len(lines), middle + 3) + 1):
-        text = f"{number:5} {escape(lines[number - 1])}"
-        shown.append(f"<mark>{text}</mark>" if number == middle else text)
+    shown = [f"{n:5} {escape(line)}" for n, line in enumerate(lines, 1)]
+    if 0 < middle <= len(shown):
+        shown[middle - 1] = f"<mark>{shown[middle - 1]}</mark>"
+    shown = shown[max(0, middle - 4) : middle + 3]
     return f"<p>{escape(place)}</p><pre>" + "\n".join(shown) + "</pre>"
 
 
@@ -112,51 +112,50 @@ def spans(job: Job) -> dict[int, list[tuple[int, str, float, float]]]:
 
     A rank's time in communication beyond the fastest rank's counts as waiting.
     """
-    found = {process.rank: process.of(Spans) for process in job.processes}
-    shares = {}
+    shares, rows = {}, {}
     for row in job.rows(Spans):
         total = [sum(b - a for part, a, b in x.spans if part == COMM) for x in row]
         for one, seconds in zip(row, total, strict=True):
             shares[one.rank, one.step] = 1 - min(total) / seconds if seconds else 0
-    rows = {}
-    for rank, events in found.items():
-        rows[rank] = []
-        for one in events:
+    for process in job.processes:
+        row = rows[process.rank] = []
+        for one in process.of(Spans):
             for part, start, end in one.spans:
-                middle = start
                 if part == COMM:
-                    middle += shares.get((rank, one.step), 0) * (end - start)
-                    rows[rank].append((one.step, "waiting", start, middle))
-                rows[rank].append((one.step, part, middle, end))
+                    share, begun = shares.get((process.rank, one.step), 0), start
+                    start += share * (end - start)
+                    row.append((one.step, "waiting", begun, start))
+                row.append((one.step, part, start, end))
     return rows
 
 
 def timeline(job: Job) -> str:
     """Return a timeline of the last recorded steps, with one row per rank."""
     rows = spans(job)
-    steps = sorted(set.intersection(*({x[0] for x in row} for row in rows.values())))
-    if not steps:
+    common = set.intersection(*({x[0] for x in row} for row in rows.values()))
+    if not common:
         return ""
-    rows = {k: [x for x in row if x[0] in steps[-SHOWN:]] for k, row in rows.items()}
+    steps = sorted(common)[-SHOWN:]
+    rows = {k: [x for x in row if x[0] in steps] for k, row in rows.items()}
     every = [one for row in rows.values() for one in row]
     start, end = min(x[2] for x in every), max(x[3] for x in every)
-    scale = 100 / max(end - start, 1e-9)
+
+    def percent(seconds: float) -> str:
+        return f"{100 * seconds / max(end - start, 1e-9):.2f}%"
+
     text = ""
     for rank, row in rows.items():
-        bars = ""
-        for number in steps[-SHOWN:]:
-            left = scale * (min(x[2] for x in row if x[0] == number) - start)
-            bars += f'<u style="left:{left:.2f}%"></u>'
+        begun = [min(x[2] for x in row if x[0] == number) for number in steps]
+        bars = "".join(f'<u style="left:{percent(x - start)}"></u>' for x in begun)
         for number, part, begin, stop in row:
-            width, left = scale * (stop - begin), scale * (begin - start)
             label = f"step {number + 1}, {part}: {1000 * (stop - begin):.1f} ms"
-            bars += f'<i class="{part}" title="{label}" '
-            bars += f'style="left:{left:.2f}%;width:{width:.2f}%"></i>'
+            style = f"left:{percent(begin - start)};width:{percent(stop - begin)}"
+            bars += f'<i class="{part}" title="{label}" style="{style}"></i>'
         text += f'<div class="row"><span>rank {rank}</span><div class="bar">'
         text += f"{bars}</div></div>"
-    used = [part for part in PARTS if any(x[1] == part for x in every)]
-    key = "".join(f'<span><i class="{x}"></i>{x}</span>' for x in used)
-    return f"""<h2>Steps {steps[-SHOWN:][0] + 1} to {steps[-1] + 1}</h2>{text}
+    used = {x[1] for x in every}
+    key = "".join(f'<span><i class="{x}"></i>{x}</span>' for x in PARTS if x in used)
+    return f"""<h2>Steps {steps[0] + 1} to {steps[-1] + 1}</h2>{text}
 <div class="key">{key}</div><p>{1000 * (end - start):.0f} ms in total; a dashed line
 marks the start of each step. Waiting is the time by which a rank's communication takes
 longer than the fastest rank's. Gaps are other work of the script.</p>"""

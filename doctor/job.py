@@ -61,11 +61,9 @@ class Process:
     def whole(self, epoch: int, loader: int | None = None) -> bool:
         """Return whether the process read all batches of a pass."""
         key = (self.training if loader is None else loader), epoch
-        ends = [one for one in self.of(EpochEnd) if (one.loader, one.epoch) == key]
-        opened = [one for one in self.of(Epoch) if (one.loader, one.epoch) == key]
-        read = len(self.batches(epoch, loader))
-        known = [one.length for one in opened if one.length is not None]
-        return any(one.whole for one in ends) or read in known
+        ends = [x.whole for x in self.of(EpochEnd) if (x.loader, x.epoch) == key]
+        lengths = [x.length for x in self.of(Epoch) if (x.loader, x.epoch) == key]
+        return any(ends) or len(self.batches(epoch, loader)) in lengths
 
     def loader(self, number: int | None = None) -> Epoch | None:
         """Return the first pass over a loader (by default, the training loader)."""
@@ -96,8 +94,8 @@ class Job:
     @property
     def emulated(self) -> bool:
         """Whether `--cpu` emulated the GPUs."""
-        given = [one.environment.get("DOCTOR_CPU") for one in self.of(Start)]
-        return any(one is not None for one in given)
+        starts = self.of(Start)
+        return any(one.environment.get("DOCTOR_CPU") is not None for one in starts)
 
     def of(self, kind: type[Kind]) -> list[Kind]:
         """Return all processes' events of one kind, sorted by time."""
@@ -124,14 +122,13 @@ def read(folder: Path) -> Job:
     found, latest = {}, {}
     for name, events in files.items():
         kinds = {type(one): one for one in events}
-        start = kinds.get(Start)
-        given = start.environment if start else {}
+        given = kinds[Start].environment if Start in kinds else {}
         if joined := kinds.get(Rank):
             found[name] = Process(joined.own, joined.world_size, events)
         elif asked := kinds.get(Joins):
-            rank = given["RANK"] or max(0, asked.number)
+            rank = int(given["RANK"] or max(0, asked.number))
             size = int(given["WORLD_SIZE"] or asked.world_size)
-            found[name] = Process(int(rank), size, events)
+            found[name] = Process(rank, size, events)
         elif Step in kinds or (Failed in kinds and given.get("RANK")):
             rank, size = int(given["RANK"] or 0), int(given["WORLD_SIZE"] or 1)
             found[name] = Process(rank, size, events)

@@ -5,18 +5,12 @@ function of a Job. A check yields a Breach for each mistake that it finds, or ev
 that there is none: a sentence with numbers that a user can verify. If the job's events
 are not sufficient, the check raises NotJudged.
 
-    @check(LAW, WRONG, needs=[Save], causes=[hangs], read="pitfall 20")
-    def several_save(job):
-        '''Several ranks save the same file.
-
-        Save on rank 0 only.
-        Not a mistake if: ...
-        '''
-
-The docstring names the fault, the fix, and when the fault is not a mistake.
-A general check (`general=True`) judges its law; each of the other checks looks for one
-known mistake. A function marked with `@explains(general_check, ...)` looks for a known
-mistake behind the general check's breach, and returns a better Breach or None.
+A check's docstring names the fault (one sentence), the fix (the next paragraph), and
+after "Not a mistake if:" when the fault is not a mistake (.github/CONTRIBUTING.md has
+an example). A general check (`general=True`) judges its law; each of the other checks
+looks for one known mistake. A function marked with `@explains(general_check, ...)`
+looks for a known mistake behind the general check's breach, and returns a better Breach
+or None.
 """
 
 from collections.abc import Callable, Iterable, Iterator

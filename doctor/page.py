@@ -8,25 +8,12 @@ from pathlib import Path
 
 from .event import Failed, Start
 from .job import Job
-from .law import (
-    BROKEN,
-    CHECKS,
-    HELD,
-    NOT_JUDGED,
-    NOTE,
-    RISK,
-    SLOW,
-    WRONG,
-    Check,
-    Finding,
-    Report,
-    Verdict,
-)
+from .law import BROKEN, CHECKS, HELD, NOT_JUDGED, NOTE, Check, Finding, Report, Verdict
 from .laws.time import Runs, time_table
 from .moments import Step
 
 NOTHING = "NOTHING CHECKED"
-COLOURS = {WRONG: "1;31", RISK: "1;33", SLOW: "1;36", NOTHING: "1;31"}
+COLOURS = {"WRONG": "1;31", "RISK": "1;33", "SLOW": "1;36", NOTHING: "1;31"}
 COLOURS |= {BROKEN: "31", HELD: "32"}
 RANKS = 4  # maximum number of ranks in the table of times
 
@@ -35,25 +22,24 @@ def page(job: Job, report: Report, verbose: bool = False) -> str:
     """Return the whole report as text."""
     width = min(100, shutil.get_terminal_size((80, 24)).columns)
     lines = ["", " doctor ".center(width, "="), *fill(summary(job), width)]
-    if not job.watched:
-        text = ": no optimizer step was seen on all ranks."
+    if job.watched:
+        lines += fill(conclusion(report), width)
+    else:
+        text = f"{NOTHING}: no optimizer step was seen on all ranks."
         if not job.of(Failed):  # the error's finding is clearer
             text += " doctor watches scripts that call step() of a PyTorch "
             text += "Optimizer in the job's processes. In float16, a GradScaler skips "
             text += "the first steps: train for a few more."
-        lines += coloured(fill(NOTHING + text, width), NOTHING)
-    else:
-        lines += fill(conclusion(report), width)
-    for one in report.findings:
-        lines += ["", *paragraph(one, width)] if one.level != NOTE else ()
+        lines += coloured(fill(text, width), NOTHING)
+    for one in mistakes(report):
+        lines += ["", *paragraph(one, width)]
     lines.append("")
     for verdict in report.verdicts:
         lines += law_lines(verdict, report, width)
         if verbose:
             lines += all_checks(verdict, report, width)
-    notes = [one for one in report.findings if one.level == NOTE]
-    for one in notes:
-        lines += paragraph(one, width)
+    for one in report.findings:
+        lines += paragraph(one, width) if one.level == NOTE else ()
     lines += times(job, width)
     if report.findings:
         name = report.findings[0].check
@@ -63,36 +49,39 @@ def page(job: Job, report: Report, verbose: bool = False) -> str:
 
 def summary(job: Job) -> str:
     """Return a summary of the processes, networks and steps, and how the job ended."""
-    count = f"{len(job.processes)} processes"
-    if len(job.processes) == 1:
-        count = "1 process"
-    if job.world_size > len(job.processes):
-        count = f"{len(job.processes)} of {job.world_size} processes"
+    here, every = len(job.processes), job.world_size
+    count = f"{here} of {every} processes" if here < every else f"{here} processes"
+    count = "1 process" if max(here, every) == 1 else count
     hosts = {one.host for one in job.of(Start)}
     count += f" on {len(hosts)} hosts" * (len(hosts) > 1)
     runs = job.processes[0].of(Runs)
     names = [f"{one.network} ({one.weights:,} parameters)" for one in runs]
     device = {"cuda": "emulated GPU" if job.emulated else "GPU", "cpu": "CPU"}
     devices = {device.get(one.device, one.device) for one in job.of(Runs)}
-    what = f"{', '.join(names) or 'no network'} on {', '.join(sorted(devices))}"
+    trained = f"trained {', '.join(names)} on {', '.join(sorted(devices))}"
     steps = [sum(x.watched for x in one.of(Step)) for one in job.processes]
-    watched = str(steps[0]) if len({*steps}) == 1 else ", ".join(map(str, steps))
+    steps = steps[:1] if len({*steps}) == 1 else steps
     timed = sum(not x.watched for x in job.processes[0].of(Step))
     more = f" ({timed} later ones only timed)" * (timed > 0)
+    watched = f"{', '.join(map(str, steps))} optimizer steps watched{more}"
     ended = f"the job ended with status {job.status}"
     if job.hung:
         ended = "the job hung, and doctor ended it"
     elif job.interrupted:
         ended = "the job was interrupted"
-    trained = f"trained {what}" if names else "ran"
-    return f"{count} {trained}; {watched} optimizer steps watched{more}; {ended}."
+    return f"{count} {trained if names else 'ran'}; {watched}; {ended}."
+
+
+def mistakes(report: Report) -> list[Finding]:
+    """Return the findings except notes."""
+    return [one for one in report.findings if one.level != NOTE]
 
 
 def conclusion(report: Report) -> str:
     """Return one sentence if there are no findings except notes, else ""."""
-    states = [one.state for one in report.verdicts]
-    if any(one.level != NOTE for one in report.findings):
+    if mistakes(report):
         return ""
+    states = [one.state for one in report.verdicts]
     text = f"No mistake was found: {states.count(HELD)} of {len(states)} laws held, "
     return f"{text}{states.count(NOT_JUDGED)} could not be judged and may be broken."
 
@@ -114,14 +103,12 @@ def law_lines(verdict: Verdict, report: Report, width: int) -> list[str]:
     if state == HELD:
         text, *others = verdict.evidence
         for one in others:
-            longer = f"{text}; {one}"
-            text = longer if len(f"{head}: {longer}") <= width else text
+            text += f"; {one}" * (len(f"{head}: {text}; {one}") <= width)
     elif state == BROKEN:
-        own = [x for x in report.findings if x.law is law and x.level != NOTE]
+        own = dict.fromkeys(x.check for x in mistakes(report) if x.law is law)
         effects = [x for x in verdict.not_judged.values() if "an effect of" in x]
         effects = [x for x in effects if CHECKS[x.split()[-1]].law is not law]
-        told = "see " + " and ".join(dict.fromkeys(one.check for one in own))
-        text = ": ".join([told] * bool(own) + effects[:1])
+        text = ": ".join(["see " + " and ".join(own)] * bool(own) + effects[:1])
         text += "".join(f"; seen to hold: {one}" for one in verdict.evidence[:1])
     else:
         text = why_not_judged(verdict)
@@ -138,22 +125,18 @@ def why_not_judged(verdict: Verdict) -> str:
 
 def all_checks(verdict: Verdict, report: Report, width: int) -> list[str]:
     """Return lines with all evidence for a law, and the result of each check."""
-    lines = []
-    for one in verdict.evidence:
-        lines += fill(f"seen: {one}", width, "     ")
+    texts = [f"seen: {one}" for one in verdict.evidence]
     found = {one.check for one in report.findings}
     found |= {x.explains.name for x in map(CHECKS.get, found) if x.explains}
     effects = {one.check: cause for one, cause in report.effects}
-    for one in CHECKS.values():
-        if one.law is not verdict.law:
-            continue
+    for one in (x for x in CHECKS.values() if x.law is verdict.law):
         text = "found" if one.name in found else "not found"
         if one.name in verdict.not_judged:
             text = f"not judged: {verdict.not_judged[one.name]}"
         elif one.name in effects:
             text = f"found, perhaps an effect of {effects[one.name]}"
-        lines += fill(f"{one.name}: {text}", width, "     ")
-    return lines
+        texts.append(f"{one.name}: {text}")
+    return [line for text in texts for line in fill(text, width, "     ")]
 
 
 def times(job: Job, width: int, most: int = RANKS) -> list[str]:
@@ -182,13 +165,13 @@ def explanation(one: Check) -> str:
     if one.right_if:
         parts.append(f"A RISK is not a mistake if: {one.right_if}")
     files = {"pitfall": "docs/pitfalls.md", "lesson": "tutorial/README.md"}
-    files["README"] = "README.md"
+    files |= {"README": "README.md"}
     name = files.get(one.read.split(" ")[0], one.read or "docs/doctor.md")
     root = Path(__file__).resolve().parent.parent
     where = f"{name} in doctor's repository"
     where = root / name if (root / "tutorial").is_dir() else where
     parts.append(f"To read more: {where}" + f" ({one.read})" * (" " in one.read))
-    return "\n\n".join("\n".join(fill(part, 80, "")) for part in parts)
+    return "\n\n".join("\n".join(fill(part, 80)) for part in parts)
 
 
 def program() -> str:
@@ -205,15 +188,13 @@ def coloured(lines: list[str], word: str) -> list[str]:
     return lines
 
 
-def fill(
-    text: str, width: int, start: str = "", indent: str | None = None
-) -> list[str]:
+def fill(text: str, width: int, start: str = "", indent: str = "  ") -> list[str]:
     """Break a paragraph into lines; indent all lines except the first."""
     return textwrap.wrap(
         text,
         width,
         initial_indent=start,
-        subsequent_indent=start + "  " if indent is None else indent,
+        subsequent_indent=start + indent,
         break_long_words=False,
         break_on_hyphens=False,
     )

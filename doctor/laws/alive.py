@@ -1,13 +1,15 @@
 """Law 6: every trainable weight gets gradients, is in an optimizer, and changes."""
 
 from collections import Counter
+from itertools import compress
 
 from ..event import Event
 from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need
 from ..moments import Moments, Step, weights
-from ..record import STEPS, place, recorder, torch
+from ..record import STEPS, recorder, torch
 from ..sample import numbers
 from ..watcher import Watcher, tell
+from .checkpoints import local
 from .layers import Layers, Ran, networks
 from .passes import Update
 from .replicas import listed
@@ -15,7 +17,6 @@ from .replicas import listed
 LAW = Law(6, "alive", "Every weight learns")
 # After these steps, doctor writes an event for each weight and layer
 WRITES = {*range(1, 4), *range(4, STEPS, 4), STEPS}
-
 ZERO = (
     "Look for factors of zero: two factors that both start at zero never learn; nor do "
     "weights whose results go into a ReLU and are always negative."
@@ -36,7 +37,6 @@ class Weight(Event, limit=10**6):  # enough for all weights, several times
     reached: bool  # a backward pass has reached the weight
     moves: bool  # the weight has changed, or its sampled gradients were all zero
     half: bool  # it has 16 bits, a learning rate above 0, and no copy of more bits
-    cleared: str  # where zero_grad() cleared its gradient before a step, or ""
     first: int  # the step in which its module first ran, or -1
     cut: bool  # its module's results need no gradient
     returned: bool  # the outer module returns its module's results
@@ -46,10 +46,10 @@ class Weight(Event, limit=10**6):  # enough for all weights, several times
 class Alive(Watcher):
     """Counts the gradients of each weight, and tracks which weights change."""
 
-    def __init__(self):
-        self.alive, self.steps, self.optimizers = Counter(), Counter(), {}
-        self.reached, self.fresh, self.cleared, self.begun = set(), set(), {}, {}
-        self.moved = set()
+    def __init__(self):  # all keys are ids of weights, except those of `begins`
+        self.alive, self.steps = Counter(), Counter()
+        self.begins, self.optimizers = {}, {}  # first steps
+        self.reached, self.begun, self.moved = set(), {}, set()
         self.copied = set()  # weights with a state of more bits, such as an fp32 copy
         self.rated = set()  # 16-bit weights whose learning rate was above 0
         self.nonzero = set()  # weights with nonzero sampled gradients
@@ -58,52 +58,45 @@ class Alive(Watcher):
 
     def on_gradient(self, weight, gradient) -> None:
         self.reached.add(id(weight))
-        self.fresh.add(id(weight))
-
-    def on_clear(self, weights) -> None:
-        for weight in weights:
-            if id(weight) in self.fresh:
-                self.fresh.discard(id(weight))
-                self.cleared[id(weight)] = self.cleared.get(id(weight)) or place()
 
     def on_step(self, optimizer, whole, gradients) -> None:
         if not recorder.watching:
             return
-        same = [n for n, one in self.optimizers.values() if one == id(optimizer)]
-        first = same[0] if same else recorder.step
-        known = dict(zip(map(id, whole), gradients, strict=True))
-        rated = [x["params"] for x in optimizer.param_groups if x.get("lr", 1)]
-        self.rated |= {id(x) for own in rated for x in own if x.element_size() < 4}
-        own, unclear = weights(optimizer), []
+        for group in optimizer.param_groups:
+            if group.get("lr", 1):
+                self.rated |= {id(x) for x in group["params"] if x.element_size() < 4}
+        sampled = {id(x) for x, row in zip(whole, gradients, strict=True) if any(row)}
+        own = weights(optimizer)
+        first = self.begins.setdefault(id(optimizer), recorder.step)
+        self.optimizers = dict.fromkeys(map(id, own), first) | self.optimizers
+        self.steps.update(map(id, own))
+        self.alive.update(sampled)
+        self.nonzero |= sampled
         for weight in own:
-            self.steps[id(weight)] += 1
-            self.optimizers.setdefault(id(weight), (first, id(optimizer)))
-            self.fresh.discard(id(weight))
             state = optimizer.state.get(weight, {}).values()
             same = [x for x in state if getattr(x, "shape", None) == weight.shape]
             if any(x.element_size() > weight.element_size() for x in same):
                 self.copied.add(id(weight))
-            values = known.get(id(weight), ())
-            self.alive[id(weight)] += any(values)
-            self.nonzero |= {id(weight)} if any(values) else set()
-            if not self.alive[id(weight)] and weight.grad is not None:
-                unclear.append(weight)  # few rows of an embedding get gradients
-        for weight, nonzero in zip(unclear, lives(unclear), strict=True):
-            self.alive[id(weight)] += nonzero
-        others = [w for n in [*Moments.here.networks] for w in n.parameters()]
-        others = [one for one in others if id(one) not in self.steps]
+        # Few rows of an embedding get gradients
+        unclear = [x for x in own if not self.alive[id(x)] and x.grad is not None]
+        self.alive.update(map(id, compress(unclear, lives(unclear))))
+        others = self.outside()
         self.reached |= {id(one) for one in others if one.grad is not None}
         new = [one for one in own + others if id(one) not in self.begun]
         self.begun |= zip(map(id, new), numbers([*map(local, new)]), strict=True)
+
+    def outside(self) -> list:
+        """Return the networks' weights that no optimizer has updated so far."""
+        found = [one for net in [*Moments.here.networks] for one in net.parameters()]
+        return [one for one in found if id(one) not in self.steps]
 
     def after_step(self, optimizer, weights) -> None:
         if recorder.step + 1 in WRITES:
             tell("on_summary")
 
     def on_exit(self) -> None:
-        later = [w for n in [*Moments.here.networks] for w in n.parameters()]
-        later = {id(x) for x in later if x.requires_grad and x.grad is not None}
-        later -= {*self.steps, *self.reached}  # such as a block that was added late
+        later = [x for x in self.outside() if x.requires_grad and x.grad is not None]
+        later = {*map(id, later)} - self.reached  # such as a block that was added late
         self.reached |= later
         few = recorder.step < STEPS and recorder.step not in WRITES
         if self.steps and (few or later):
@@ -118,41 +111,40 @@ class Alive(Watcher):
                     owners.setdefault(id(weight), (modules, name))
                     found[id(weight)] = weight
         known = [weight() for _, weight in [*Moments.here.known.values()]]
-        found |= {id(one): one for one in known if id(one) in self.steps}
+        given = {id(one): one for one in known if one is not None}
+        found |= {key: one for key, one in given.items() if key in self.steps}
         loose = Layers.here.loose({*found})
         names = {id(weight): (name, ran) for name, weight, ran in loose}
         found |= {id(weight): weight for _, weight, _ in loose}
         self.reached |= {id(one) for _, one, _ in loose if one.grad is not None}
         now = dict(zip(found, numbers([*map(local, found.values())]), strict=True))
         self.moved = {key for key in now if now[key] != self.begun.get(key, now[key])}
-        moved = self.moved | (self.steps.keys() - self.nonzero)  # may have moved
         for key, weight in found.items():
-            own, ran = names.get(key, (Moments.here.name(weight), None))
-            name, network, training = "", "", True
+            name, ran = names.get(key, (Moments.here.name(weight), None))
+            module, network, training = "", "", True
             if key in owners:
-                name, ran = self.around(*owners[key])
+                module, ran = self.around(*owners[key])
                 root = owners[key][0][""]
                 network, training = f"{type(root).__name__} {id(root)}", root.training
-            _, given = Moments.here.known.get(key, (0, lambda: None))
-            none = -1 if given() is weight else None  # -1: its optimizer never stepped
-            optimizer, _ = self.optimizers.get(key, (none, None))
+            ran = ran or Ran(None, -1, "")
+            unsampled = key in self.steps and key not in self.nonzero
             event = Weight(
-                name=own,
-                module=name,
+                name=name,
+                module=module,
                 trainable=weight.requires_grad,
-                optimizer=optimizer,
+                # -1: its optimizer never stepped
+                optimizer=self.optimizers.get(key, -1 if key in given else None),
                 network=network,
                 training=training,
                 steps=self.steps[key] or recorder.step + 1,
                 alive=self.alive[key],
                 reached=key in self.reached,
-                moves=key in moved,
+                moves=key in self.moved or unsampled,
                 half=key in self.rated - self.copied,
-                cleared=self.cleared.get(key, ""),
-                first=ran.first if ran else -1,
-                cut=bool(ran) and ran.cut,
-                returned=bool(ran) and ran.returned,
-                place=ran.place if ran else "",
+                first=ran.first,
+                cut=ran.cut,
+                returned=ran.returned,
+                place=ran.place,
             )
             recorder.write(event)
 
@@ -161,17 +153,11 @@ class Alive(Watcher):
         found = name, Layers.here.ran.get(id(modules[name]))
         while name:
             name = name.rpartition(".")[0]
-            own = [one for one in modules[name].parameters() if one.requires_grad]
-            if any(self.alive[id(one)] for one in own):
+            if any(self.alive[id(one)] for one in modules[name].parameters()):
                 break
             if ran := Layers.here.ran.get(id(modules[name])):
                 found = name, ran
         return found
-
-
-def local(tensor):
-    """Return this process's shard if a tensor is sharded, else the tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "placements") else tensor
 
 
 def lives(tensors: list) -> list[bool]:
@@ -225,42 +211,36 @@ def dead_weights(job):
         raise NotJudged("the ranks' weights differ in their names or their order")
     if (steps := max(x[0].steps for x in rows)) < 2:
         raise NotJudged("only one step was seen")
-    for number in sorted({one.optimizer for one in dead}):
+    for number in sorted({x.optimizer for x in dead} - {x.optimizer for x in alive}):
         own = [one for one in dead if one.optimizer == number]
-        if number not in {one.optimizer for one in alive}:
-            what = f"all {len(own)} weights of an optimizer have no gradient or zero "
-            what += f"gradients in {own[0].steps} steps: {names(own)}"
-            yield Breach(what, own[0].place or job.of(Step)[0].place, facts=own)
-            dead = [one for one in dead if one not in own]
+        dead = [one for one in dead if one.optimizer != number]
+        what = f"all {len(own)} weights of an optimizer have no gradient or zero "
+        what += f"gradients in {own[0].steps} steps: {names(own)}"
+        yield Breach(what, own[0].place or job.of(Step)[0].place, facts=own)
     runs = max((one.first for one in alive), default=-1)
-    passes = [x for update in job.of(Update) for x in update.passes]
-    gathers = [x["gathered"] for x in passes if x.get("gathered")]
-    gathers = [where for where, put_back in gathers if not put_back]
     if lost(job):  # then an optimizer may have the weights of an old head
         dead = [one for one in dead if one.network]
     live = {one.name for one in alive}  # a bias can cancel out, as in a difference
     needed = [
         one
         for one in dead
-        if (one.reached and not one.returned)  # DDP gives unused results zeros
-        or (one.cut and one.first >= 0)
+        if (one.cut and one.first >= 0)
+        or (one.reached and not one.returned)  # DDP gives unused results zeros
         or (one.module and 0 <= one.first < runs and not one.returned)
-        or (one.module and one.first >= 0 and gathers and not one.returned)
     ]
     needed = [x for x in needed if x.name.removesuffix("bias") + "weight" not in live]
     count = f"of {len(rows)} trainable weights"
     never = f"{count} never get a gradient in {steps} steps"
     if needed:
-        what, where, mend = f"{len(needed)} {never}", needed[0].place, ""
+        what, mend = f"{len(needed)} {never}", ""
         if all(one.reached for one in needed):
-            what = what.replace("never get a gradient", "get only zero gradients")
-            mend = ZERO
+            what, mend = (
+                what.replace("never get a gradient", "get only zero gradients"),
+                ZERO,
+            )
         elif any(0 <= one.first < runs for one in needed):
             what += " (weights in later layers do learn)"
-        elif gathers:
-            what += " (their results are gathered without gradients)"
-            where = gathers[0]
-            mend = "Use torch.distributed.nn.functional.all_gather()."
+        where = needed[0].place
         yield Breach(f"{what}: {names(needed)}", where, facts=needed, mend=mend)
     elif dead:
         more = "; perhaps the loss should use them"
@@ -289,11 +269,11 @@ def zero_gradients(job, breach):
         return None
     if not any(one.network for one in breach.facts):
         breach.what += "; no network has these weights"
-    cleared = [one for one in breach.facts if one.cleared and one.reached]
-    if cleared:
+    number = breach.facts[0].optimizer
+    if cleared := [x for x in job.of(Update) if x.optimizer == number and x.lost]:
         what = f"zero_grad() clears all gradients after backward(): {breach.what}"
         mend = "Call zero_grad() before backward(), or after step()."
-        return Breach(what, cleared[0].cleared, mend=mend)
+        return Breach(what, cleared[0].lost[0], mend=mend)
     return Breach(breach.what)
 
 
@@ -309,14 +289,12 @@ def rounded_away(job, breach):
 
 def lost(job) -> list[Weight]:
     """Return the weights that get gradients but that no optimizer updates."""
-    rows, found = [*latest(job).values()], []
+    rows = [*latest(job).values()]
     used = {x[0].network for x in rows if x[0].optimizer is not None}
-    for row in rows:
-        one, moves = row[0], any(x.moves for x in row)
-        trains = one.training or one.network in used
-        if one.trainable and one.optimizer is None and trains and not moves:
-            found += [one] if any(x.reached for x in row) else []
-    return found
+    rows = [x for x in rows if x[0].trainable and x[0].optimizer is None]
+    rows = [x for x in rows if x[0].training or x[0].network in used]
+    rows = [x for x in rows if not any(one.moves for one in x)]
+    return [x[0] for x in rows if any(one.reached for one in x)]
 
 
 @check(LAW, RISK, needs=[Step, Weight], causes=[zero_gradients], read="docs/convert.md")

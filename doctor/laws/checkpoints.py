@@ -3,11 +3,10 @@
 import contextlib
 import os
 import sys
-import tempfile
 import threading
 
 from ..event import Event
-from ..law import NOTE, RISK, Breach, Doubt, check, need
+from ..law import NOTE, RISK, WRONG, Breach, Doubt, check, need, several
 from ..loaders import leaves
 from ..moments import Moments
 from ..record import place, recorder, torch, wrap
@@ -18,8 +17,6 @@ from .meeting import hangs
 from .states import kept
 
 PREFIXES = "module.", "_orig_mod."  # in the names of wrapped networks' weights
-MARKS = {"optimizer": "param_groups", "scaler": "growth_factor"}
-MARKS |= {"schedule": "last_epoch"}
 
 
 class Saved(Event, limit=200):
@@ -31,11 +28,19 @@ class Saved(Event, limit=200):
     taken: int | None  # the step of an earlier state_dict(), if weights changed since
     live: bool  # the file has a network's own tensors, but not from state_dict()
     wrapped: bool  # the weights have DDP's or torch.compile's names
-    holds: list[str]  # the file's other states: optimizer, schedule, scaler
-    has: list[str]  # the job's other states
+    holds: list[str]  # the optimizers' states in the file
+    has: list[str]  # the job's optimizers' states
     counts: bool  # the file contains a number of epochs or steps
     overwrites: bool  # the file existed, and this process had written it
     others: int  # number of this process's older files with weights that still exist
+    place: str
+
+
+class Cut(Event, limit=200):
+    """torch.save() has written this process's shards of the weights."""
+
+    path: str
+    names: list[str]
     place: str
 
 
@@ -45,7 +50,7 @@ class Checkpoints(Watcher):
     def __init__(self):
         self.weights = set()  # paths of files with weights
         self.marks = {}  # path of a file that torch.save() wrote -> hash
-        self.states = set()  # the job's states
+        self.states = set()  # the optimizers' states
         self.keys = set()  # names of tensors in optimizers' states, such as exp_avg
         self.taken = None  # tensors of state_dict(): see take()
         self.loads = 0  # number of load_state_dict() calls
@@ -54,9 +59,7 @@ class Checkpoints(Watcher):
     def hooks(self) -> None:
         sys.addaudithook(self.audit)
         wrap(torch, "save", self.save)
-        wrap(torch.amp.GradScaler, "scale", self.scale)
         wrap(torch.nn.Module, "state_dict", self.take)
-        wrap(torch.optim.lr_scheduler.LRScheduler, "__init__", self.schedule)
 
     def checkpoint_hooks(self, dcp) -> None:
         for owner in (dcp, dcp.state_dict_saver):
@@ -76,15 +79,6 @@ class Checkpoints(Watcher):
                 if name == "os.rename" and (mark := self.marks.pop(source, 0)):
                     one = Opened(path=target, saved=True, mark=mark, place=place())
                     recorder.write(one)
-
-    def schedule(self, call, scheduler, *args, **kwargs):
-        call(scheduler, *args, **kwargs)
-        self.states.add("schedule")
-
-    def scale(self, call, scaler, *args, **kwargs):
-        if scaler.is_enabled():
-            self.states.add("scaler")
-        return call(scaler, *args, **kwargs)
 
     def after_step(self, optimizer, weights) -> None:
         if "optimizer" not in self.states:
@@ -122,11 +116,13 @@ class Checkpoints(Watcher):
         result = call(obj, f, *args, **kwargs)
         if path:
             recorder.write(Opened(path=path, saved=True, place=place()))
-            self.weights |= {path} if content else set()
             self.marks[path] = mark_of(obj)
         if content:
-            own = {"overwrites": there, "others": len(others), "path": path}
-            recorder.write(Saved(**own, **{"place": place(), **content}))
+            self.weights |= {path} - {None}
+            content |= {"path": path, "overwrites": there}
+            recorder.write(Saved(**content, others=len(others)))
+        if path and (names := cut(obj)):
+            recorder.write(Cut(path=path, names=names[:9], place=place()))
         return result
 
     def collect(self, call, *args, **kwargs):
@@ -146,8 +142,8 @@ class Checkpoints(Watcher):
             # torch.distributed.checkpoint copies tensors; all ranks write their parts
             content |= {"taken": None, "live": False, "wrapped": False}
             path = None if path is None else os.path.abspath(path)
-            own = {"overwrites": False, "others": 1, "path": path, "place": place()}
-            recorder.write(Saved(**content | own))
+            content |= {"path": path, "place": place(), "overwrites": False}
+            recorder.write(Saved(**content, others=1))
         return result
 
     def content(self, obj) -> dict:
@@ -164,29 +160,51 @@ class Checkpoints(Watcher):
             if 2 * sum(name in pairs for name in needed) > len(needed):
                 needed += [bare(name) for name, *_ in kept(network)]
                 missing = [name for name in needed if name not in pairs]
-        pairs = {name: x for name, x in pairs.items() if name in known}
         own = {one.data_ptr() for one in known.values() if not parts(one)}
         tensors = [x for one in states for x in floats(one) if not parts(x)]
         marks = [(x, (self.taken or {}).get(x)) for x in tensors]
         old = [m for x, m in marks if m and m[0] < recorder.step and x._version != m[1]]
+        taken, _, where, *_ = old[0] if old else (None, 0, place())
         top = obj.values() if isinstance(obj, dict) else obj
-        top = top if isinstance(top, (list, tuple)) or top is not obj else ()
         integers = [x for x in top if torch.is_tensor(x) and not x.is_floating_point()]
-        holds = {name for name, mark in MARKS.items() if has(found, mark)}
-        if any(self.keys & one.keys() for one in found):
-            holds.add("optimizer")
-        content = {
-            "whole": len(pairs),
+        held = has(obj, "param_groups") or any(self.keys & x.keys() for x in found)
+        return {
+            "whole": len(pairs.keys() & known.keys()),
             "missing": missing[:9],
-            "taken": None,
+            "taken": taken,
             "live": any(x.data_ptr() in own for x, mark in marks if not mark),
             "wrapped": any(all(str(x).startswith(PREFIXES) for x in y) for y in states),
-            "holds": sorted(holds),
+            "holds": ["optimizer"] * held,
             "has": sorted(self.states),
             "counts": any(isinstance(one, int) for one in top)
             or (not is_state(obj) and any(x.numel() == 1 for x in integers)),
+            "place": where,
         }
-        return content | ({"taken": old[0][0], "place": old[0][2]} if old else {})
+
+
+def cut(obj) -> list[str]:
+    """Return the names of weights whose shards (of this process) an object contains.
+
+    The object's tensors match the shards by name and shape, or by shape and values.
+    """
+    known = {
+        bare(name): one
+        for network in [*Moments.here.networks]
+        for name, one in network.named_parameters()
+        if parts(one) and local(one).shape != one.shape
+    }
+    if not known:
+        return []
+    pairs = [pair for one in dictionaries(obj) for pair in one.items()]
+    found = {bare(name): x for name, x in pairs if bare(name) in known}
+    shapes = {name: getattr(local(x), "shape", None) for name, x in found.items()}
+    named = [name for name in found if shapes[name] == local(known[name]).shape]
+    saved = [local(one) for one in leaves(obj)]
+    rows = zip([x.shape for x in saved], numbers(saved), strict=True)
+    there = {(shape, *row) for shape, row in rows if len({*row}) > 3}
+    own = zip(known.items(), numbers([local(x) for x in known.values()]), strict=True)
+    alike = [n for (n, x), row in own if (local(x).shape, *row) in there]
+    return named or alike
 
 
 def mark_of(state) -> int:
@@ -205,16 +223,14 @@ def dictionaries(value, depth: int = 0):
             yield from dictionaries(one, depth + 1)
 
 
-def has(found: list[dict], mark: str) -> bool:
-    """Return whether one of the dictionaries has a key that starts with `mark`."""
-    keys = {str(key) for one in found for key in one}
-    return any(key.startswith((f"{mark}.", mark)) for key in keys)  # or flattened
+def has(value, mark: str) -> bool:
+    """Return whether a key of nested dictionaries starts with `mark`."""
+    return any(str(key).startswith(mark) for x in dictionaries(value) for key in x)
 
 
 def floats(state) -> list:
     """Return the floating-point tensors of a dictionary or list."""
-    values = state.values() if isinstance(state, dict) else ()
-    values = state if isinstance(state, list) else values
+    values = state.values() if isinstance(state, dict) else state
     return [x for x in values if torch.is_tensor(x) and x.is_floating_point()]
 
 
@@ -229,11 +245,16 @@ def parts(tensor) -> bool:
     return hasattr(tensor, "placements")
 
 
+def local(tensor):
+    """Return this process's shard if a tensor is sharded, else the tensor itself."""
+    return tensor.to_local() if parts(tensor) else tensor
+
+
 def bare(name) -> str:
     """Return a weight's name without the prefixes of wrappers such as DDP."""
-    for prefix in (*PREFIXES, *PREFIXES):
-        name = str(name).removeprefix(prefix)
-    return name
+    while str(name).startswith(PREFIXES):
+        name = name.partition(".")[2]
+    return str(name)
 
 
 # --- checks ---
@@ -255,9 +276,10 @@ def no_optimizer(job):
     them when you resume.
     Not a mistake if: you never resume from this file.
     """
-    saved = [(path, own, own[-1]) for path, own in checkpoints(job)]
-    complete = any(one.has and {*one.has} <= {*one.holds} for _, _, one in saved)
-    for path, own, one in saved:
+    saved = checkpoints(job)
+    last = [own[-1] for _, own in saved]
+    complete = any(one.has and {*one.has} <= {*one.holds} for one in last)
+    for (path, own), one in zip(saved, last, strict=True):
         if any(x.live or x.taken is not None for x in own):
             text = f"the weights in {base(path)} are the network's own tensors, which "
             raise Doubt(f"{text}change: it is not known which step they are from")
@@ -265,8 +287,7 @@ def no_optimizer(job):
         if missing and (one.counts or one.holds) and not complete:
             what = f"{base(path)} has weights and {', '.join(one.holds) or 'a number'}"
             what += f", but not the state of the {' and the '.join(missing)}"
-            level = RISK if "optimizer" in " ".join(missing) else NOTE
-            yield Breach(what, one.place, level=level)
+            yield Breach(what, one.place)
         elif one.whole:
             more = f" and the state of the {' and the '.join(one.holds)}"
             yield f"{base(path)} has {one.whole} whole weights{more * bool(one.holds)}"
@@ -294,9 +315,7 @@ def save_in_place(job):
     """
     for path, saves in checkpoints(job):
         own = [one for one in saves if one.overwrites]
-        away = os.path.relpath(path or ".").startswith("..")
-        passing = away and path.startswith(tempfile.gettempdir() + os.sep)
-        if own and not own[-1].others and not passing:
+        if own and not own[-1].others:
             what = f"{base(path)} is overwritten in place {len(own)} time"
             what += f"{plural(len(own))}: if the job is killed meanwhile, "
             yield Breach(f"{what}both checkpoints are lost", own[-1].place)
@@ -313,3 +332,17 @@ def ddp_keys(job):
         if any(one.wrapped for one in own):
             what = f"the weights in {base(path)} are named module.* or _orig_mod.*"
             yield Breach(what, own[0].place)
+
+
+@check(LAW, WRONG, effects=[no_optimizer], read="lesson 16")
+def shards_saved(job):
+    """A file contains only one rank's shards of the weights.
+
+    Use get_state_dict() with full_state_dict=True, or torch.distributed.checkpoint.
+    """
+    several(job)
+    found = job.of(Cut)
+    if found and len({one.rank for one in found}) < len(job.processes):
+        one = found[0]
+        what = f"{base(one.path)} has only rank {one.rank}'s shards of the weights: "
+        yield Breach(what + ", ".join(one.names[:3]), one.place)

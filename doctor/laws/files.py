@@ -5,7 +5,7 @@ import os
 import sys
 
 from ..event import Event, Start
-from ..law import RISK, WRONG, Breach, Doubt, Law, NotJudged, check, explains, several
+from ..law import RISK, WRONG, Breach, Doubt, Law, check, explains, need, several
 from ..record import LIBRARY, OWN, not_the_users, place, recorder
 from ..watcher import Watcher
 
@@ -80,20 +80,16 @@ def several_write(job):
         host = process.of(Start)[0].host
         for one in process.of(Opened):
             files.setdefault((host, one.path), []).append(one)
-    if not files:
-        raise NotJudged("no file was written")
-    for (_, path), events in sorted(files.items()):
+    for (_, path), events in sorted(need(files, "no file was written").items()):
         ranks = sorted({one.rank for one in events})
         told = ", ".join(map(str, ranks))
-        saved = {one.rank: [] for one in events if one.saved}
-        for one in events:
-            saved.get(one.rank, []).append(one.mark)
-        marks = [*saved.values()]
-        if len(saved) > 1 and all(marks[0]) and marks.count(marks[0]) == len(marks):
-            continue  # each rank puts an equal file in its place
-        if len(saved) > 1:
-            what = f"{base(path)} is saved by ranks {told}"
-            yield Breach(what, events[0].place, facts=events)
+        savers = {one.rank for one in events if one.saved}
+        marks = [[x.mark for x in events if x.rank == rank] for rank in savers]
+        if len(savers) > 1:
+            # Each rank may put an equal file in its place
+            if not all(marks[0]) or any(one != marks[0] for one in marks):
+                what = f"{base(path)} is saved by ranks {told}"
+                yield Breach(what, events[0].place, facts=events)
         elif len(ranks) > 1:
             shared.append((f"{base(path)} is written by ranks {told}", events[0].place))
     if shared:
@@ -102,9 +98,8 @@ def several_write(job):
     if any(len(process.of(Opened)) >= Opened.limit for process in job.processes):
         raise Doubt(f"only the first {Opened.limit} files of each rank were seen")
     ranks = [{one.rank for one in events} for events in files.values()]
-    alone = [one for one in ranks if len(one) == 1]
-    who = f"rank {min(alone[0])}" if len(set().union(*alone)) == 1 else "one rank each"
-    if alone:
+    if alone := [min(one) for one in ranks if len(one) == 1]:
+        who = f"rank {alone[0]}" if len({*alone}) == 1 else "one rank each"
         yield f"{len(alone)} file{plural(len(alone))} written by {who}"
 
 
@@ -114,6 +109,5 @@ def several_save(job, breach):
 
     Save on rank 0 only.
     """
-    if breach.facts:
-        return Breach(f"{breach.what}, which overwrite each other's data", breach.place)
-    return None
+    what = f"{breach.what}, which overwrite each other's data"
+    return Breach(what, breach.place) if breach.facts else None

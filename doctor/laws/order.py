@@ -5,7 +5,7 @@ from itertools import pairwise
 from statistics import median
 
 from ..job import Job
-from ..law import RISK, WRONG, Breach, NotJudged, check, need, several
+from ..law import RISK, WRONG, Breach, NotJudged, check, several
 from ..loaders import Epoch, EpochEnd
 from ..moments import Step
 from ..neighbours import before_a_repeat, inputs
@@ -27,16 +27,12 @@ def same_order(job):
     Call sampler.set_epoch(epoch) at the start of each epoch.
     """
     several(job)
-    kept = outdated(job)
-    first, loop = feeds(job), all(p.training is None for p in job.processes)
-    if loop:
-        epochs = laps(job)
-    else:
-        need(first, "no DataLoader feeds the steps of every rank")
-        epochs = [one.ranks[0] for one in loaded(job)]
+    kept, first = outdated(job), feeds(job)
+    loop = all(process.training is None for process in job.processes)
+    epochs = laps(job) if loop else [one.ranks[0] for one in loaded(job)]
     if len(epochs) < 2:
         raise NotJudged("fewer than two epochs of training were seen: see --short")
-    for number, (one, other) in enumerate(zip(epochs, epochs[1:], strict=False)):
+    for number, (one, other) in enumerate(pairwise(epochs)):
         if [*map(list, one)] != [*map(list, other)] or len(one) < 2:
             continue
         what = f"epochs {number} and {number + 1} have the same {len(one)} batches per "
@@ -68,23 +64,17 @@ def laps(job: Job) -> list[list[list[int]]]:
 
 def marks(job: Job) -> list[list[int]]:
     """Return hashes of integers in rank 0's samples, for a stream's whole epochs."""
-    own, found = job.processes[0], []
-    for epoch in own.epochs if own.training is not None else ():
-        batches = own.batches(epoch)
-        if own.whole(epoch) and all(one.marks for one in batches):
-            found.append([x for one in batches for x in one.marks])
-    return found
+    own = job.processes[0]
+    epochs = [own.batches(epoch) for epoch in own.epochs if own.whole(epoch)]
+    epochs = [epoch for epoch in epochs if all(one.marks for one in epoch)]
+    return [[x for one in epoch for x in one.marks] for epoch in epochs]
 
 
 def tells(values: list[int]) -> bool:
     """Return whether numbers are too irregular to recur in the same order by chance."""
-    counts, pairs = Counter(values), Counter(pairwise(values))
-    if len(values) < 64 or len(counts) > 0.75 * len(values):
-        return len(values) >= 64
-    changes = sum(count for (one, other), count in pairs.items() if one != other)
-    chance = len(values) - sum(x * x for x in counts.values()) / len(values)
-    irregular = min(len(pairs), changes) > 1.3 * len(counts)
-    return irregular and changes > chance / 2
+    changes = [(one, other) for one, other in pairwise(values) if one != other]
+    counts = len({*values}), len(changes), len({*pairwise(values)})
+    return len(values) >= 64 and min(counts[1:]) > 1.3 * counts[0]
 
 
 def outdated(job: Job) -> str:
@@ -113,8 +103,7 @@ def skipped_again(job):
     ends = {(x.loader, x.epoch): x for x in process.of(EpochEnd)}
     begun = {(x.loader, x.epoch): x.step for x in process.of(Epoch)}
     for epoch in process.epochs:
-        steps = Counter(one.step for one in process.batches(epoch))
-        counts = [steps[number] for number in sorted(steps)]
+        counts = [*Counter(one.step for one in process.batches(epoch)).values()]
         if len(counts) < 2 or not process.whole(epoch):
             cut[sum(counts)] += 1
             continue

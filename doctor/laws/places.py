@@ -57,25 +57,21 @@ def mixed_gradients(job):
     """
     found, example, rows = set(), "", job.rows(Update)
     for row in rows:
-        first, count = row[0], len(row[0].names)
-        own = {part(first, n): n for n in range(count)}
-        for other in row[1:]:
-            for n, name in enumerate(other.names[:count]):
-                values = part(other, n)
+        first, *others = (
+            [tuple(x.part(x.used, n)) for n in range(len(x.names))] for x in row
+        )
+        own = {values: n for n, values in enumerate(first)}
+        for other, parts in zip(row[1:], others, strict=True):
+            for n, values in enumerate(parts[: len(first)]):
                 m = own.get(values, n)
-                if m != n and any(values[1:]) and values != part(first, n):
-                    found.add(first.step)
-                    text = f"rank 0 uses for {first.names[m]} the gradient that rank "
-                    example = example or f"{text}{other.rank} uses for {name}"
+                if m != n and any(values[1:]) and values != first[n]:
+                    found.add(other.step)
+                    text = f"rank 0 uses for {row[0].names[m]} the gradient that rank "
+                    example = example or f"{text}{other.rank} uses for {other.names[n]}"
     if len(found) > 1:
         text = f"in {len(found)} of {len(rows)} steps, the ranks average gradients of "
         text += f"different weights with each other: in step {min(found) + 1}, "
         yield Breach(text + example, rows[0][0].passes[-1]["place"])
-
-
-def part(one: Update, number: int) -> tuple:
-    """Return a few elements of the gradient that a step uses for a weight."""
-    return tuple(one.part(one.used, number))
 
 
 @check(LAW, WRONG, effects=EFFECTS, read="docs/convert.md")

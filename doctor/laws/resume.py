@@ -1,35 +1,18 @@
 """Law 8: files are complete, and have one writer. Checks what a resume restores."""
 
-import contextlib
 import os
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 
 from ..event import Event
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, check, need, several
 from ..loaders import leaves
-from ..moments import Moments, Step
-from ..moments import weights as held_by
-from ..objects import few_of
+from ..moments import Moments, Step, weights
 from ..record import place, recorder, torch, wrap
-from ..sample import numbers
 from ..watcher import Watcher
-from .checkpoints import (
-    Checkpoints,
-    Saved,
-    dictionaries,
-    floats,
-    has,
-    mark_of,
-    no_optimizer,
-    parts,
-)
+from .checkpoints import Checkpoints, Saved, floats, has, mark_of, no_optimizer, parts
 from .files import LAW, base
-from .replicas import alike, listed, states_of
-from .states import Replicas, State
-
-MOST = 2000  # maximum number of tensors to read from a loaded file
 
 
 class Loaded(Event, limit=50):
@@ -54,10 +37,7 @@ class Resumed(Event, limit=20):
     """A network runs for the first time after torch.load()."""
 
     path: str
-    values: dict[str, list[float]]  # the script's own tensors that equal the file's
-    rest: int  # number of the file's tensors that doctor finds nowhere
-    place: str
-    blank: list[str] = field(default_factory=list)  # own tensors with equal numbers
+    rest: int  # number of the file's tensors that no load_state_dict() got
 
 
 class Begins(Event, limit=20):
@@ -67,21 +47,13 @@ class Begins(Event, limit=20):
     place: str
 
 
-@dataclass
-class File:
-    """A file that torch.load() has read, with a sample of its tensors' values."""
-
-    path: str
-    place: str
-    few: dict[int, list[float]]  # a tensor's address -> numbers, until it is restored
-    restores: bool = False  # a network has loaded some of them
-
-
 class Resumes(Watcher):
     """Tracks calls of torch.load() and load_state_dict()."""
 
     def __init__(self):
-        self.files, self.loaded, self.known = [], "", weakref.WeakSet()
+        self.loaded, self.known = "", weakref.WeakSet()
+        self.files = {}  # path -> addresses of tensors that no load_state_dict() got
+        self.restored = set()  # paths of files from which a network got its weights
         self.names = {}  # id of a weight -> its name in a network that was restored
 
     def hooks(self) -> None:
@@ -95,44 +67,26 @@ class Resumes(Watcher):
 
     def load(self, call, *args, **kwargs):
         result = call(*args, **kwargs)
-        found = [*dictionaries(result)]
-        if has(found, "param_groups"):
-            schedule = has(found, "last_epoch")
+        if has(result, "param_groups"):
+            schedule = has(result, "last_epoch")
             recorder.write(Loaded(schedule=schedule, place=place()))
         self.loaded = place()
         path = args[0] if args else kwargs["f"]
         path = getattr(path, "name", path)
-        few = len(self.files) < 8 and torch.utils.data.get_worker_info() is None
-        if recorder.watching and few and isinstance(path, (str, os.PathLike)):
-            own = [x for x in floats(leaves(result)) if x.numel() > 7][:MOST]
-            own = [x for x in own if not parts(x)]
-            few = numbers([few_of(x) for x in own])
-            few = {x.data_ptr(): n for x, n in zip(own, few, strict=True)}
-            few = {x: n for x, n in few.items() if len({*n[:7]}) > 2}
-            self.files.append(File(os.path.abspath(path), place(), few))
+        if recorder.watching and isinstance(path, (str, os.PathLike)):
+            own = [x for x in floats(leaves(result)) if x.numel() > 7 and not parts(x)]
+            self.files[os.path.abspath(path)] = {one.data_ptr() for one in own}
         return result
 
-    def on_step(self, optimizer, weights, gradients) -> None:
+    def on_step(self, optimizer, whole, gradients) -> None:
         if self.loaded and optimizer not in self.known:
             recorder.write(Begins(states=len(optimizer.state), place=self.loaded))
         self.known.add(optimizer)
 
     def on_input(self, network, inputs) -> None:
-        """Record which of the script's own tensors equal tensors of a loaded file."""
-        files, self.files = [x for x in self.files if x.few and x.restores], []
-        if not files or recorder.full(Resumed):
-            return
-        own = {}
-        with contextlib.suppress(Exception):  # an unusual object of the script
-            Replicas.here.objects.search()  # also new ones
-            kept = Replicas.here.objects.tensors(Moments.here.known)
-            own = dict(zip(kept, numbers([*kept.values()]), strict=True))
-        for one in files:
-            same = {name: few for name, few in own.items() if few in one.few.values()}
-            rest = [few for few in one.few.values() if few not in same.values()]
-            event = Resumed(path=one.path, values=same, rest=len(rest), place=one.place)
-            event.blank = [name for name, few in own.items() if len({*few[:7]}) == 1]
-            recorder.write(event)
+        for path in [path for path in self.files if path in self.restored]:
+            recorder.write(Resumed(path=path, rest=len(self.files[path])))
+        self.files = {}
 
     def restore(self, what: str, call, owner, *args, **kwargs):
         known, state = Checkpoints.here, args[0] if args else kwargs["state_dict"]
@@ -147,14 +101,14 @@ class Resumes(Watcher):
             if mark and (mark[0], mark[3]) != (recorder.step, known.loads)
         ]
         known.loads += what == "weights"
-        for one in floats(leaves(state)) if self.files else ():
-            for file in self.files:
-                if file.few.pop(one.data_ptr(), None) and what == "weights":
-                    file.restores = True
+        got = {x.data_ptr() for x in floats(leaves(state)) if not parts(x)}
+        for path, rest in self.files.items():
+            self.restored |= {path} if what == "weights" and rest & got else set()
+            rest -= got
         event = Restored(what=what, lost=False, own=any(same), place=place())
         if what == "optimizer":
             names = self.names | Moments.here.names
-            event.weights = [names.get(id(x), "") for x in held_by(owner)]
+            event.weights = [names.get(id(x), "") for x in weights(owner)]
             event.mark = mark_of(state)
         result = call(owner, *args, **kwargs)
         unknown = getattr(result, "unexpected_keys", ())
@@ -242,56 +196,8 @@ def one_ranks_state(job):
             if all(map(all, names)):
                 yield Breach(what, row[0].place)
                 return
-    kept, rest, unsure = states_of(job, "step", "kept"), None, []
     for row in zip(*(process.of(Resumed) for process in job.processes), strict=False):
-        if len({one.path for one in row}) > 1:
-            continue
-        rest, differ, states = row[0] if row[0].rest else rest, [], ([], [])
-        for one in kept:
-            if one[0].step != row[0].step:
-                states[one[0].step > row[0].step].append(one)
-        for name in row[0].values:
-            values = [one.values.get(name, []) for one in row]
-            after = apart(states[1], name)
-            if alike(values, 0) and after[2:] and all(after):
-                differ.append(name)
-            elif alike(values, 0) and (any(after) or not after):
-                unsure.append(name)
-        if lost := forgotten(job, row):
-            rank, name, other = lost
-            what = f"rank {rank}'s {name} begins again with equal numbers, such as "
-            what += f"zeros, but rank {other} restores its own from {base(row[0].path)}"
-            yield Breach(what, row[0].place)
-            return
-        if differ:
-            what = f"all ranks load the same {listed(differ)} from {base(row[0].path)}"
-            what += f", but they differ after each of the next {len(after)} steps"
-            before = apart(states[0], differ[0])
-            what += f", as in {sum(before)} steps before" * any(before)
-            yield Breach(what, row[0].place)
-            return
-    if unsure:
-        raise Doubt(f"equal after the load, but seldom seen later: {listed(unsure)}")
-    if rest:
-        what = f"{base(rest.path)} has {rest.rest} tensors that no load_state_dict() "
-        raise Doubt(f"{what}of PyTorch gets: doctor does not see what they become")
-
-
-def forgotten(job, row: list[Resumed]) -> tuple | None:
-    """Return (rank, its tensor that a file lacks, a rank whose tensor the file has)."""
-    kinds = [{name.partition("[")[0] for name in one.values} for one in row]
-    for process, one, own in zip(job.processes, row, kinds, strict=True):
-        kept = [x for x in process.of(State) if x.what == "kept" and x.step < one.step]
-        rows = [x.rows() for x in kept[-4:]]
-        for name in one.blank:
-            kind = name.partition("[")[0]
-            other = [n for n, names in enumerate(kinds) if kind in names - own]
-            if other and any(len({*x.get(name, ())}) > 3 for x in rows):
-                return process.rank, name, other[0]
-    return None
-
-
-def apart(states: list[list[State]], name: str) -> list[bool]:
-    """Return, for each step, whether a tensor differs between the ranks."""
-    rows = [[one.rows().get(name, []) for one in row] for row in states]
-    return [not alike(row) for row in rows if all(row)]
+        if row[0].rest and len({one.path for one in row}) == 1:
+            what = f"{base(row[0].path)} has {row[0].rest} tensors that no "
+            what += "load_state_dict() of PyTorch gets: doctor does not see what they "
+            raise Doubt(f"{what}become")

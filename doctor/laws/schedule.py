@@ -25,7 +25,6 @@ class Schedule(Event):
     planned: int | None  # the schedule's length in steps
     made: int | None  # its length before any load_state_dict()
     taken: int  # number of the scheduler's steps
-    per_step: float  # mean number of the scheduler's steps per optimizer step
     place: str  # the line that created the scheduler
 
 
@@ -60,13 +59,11 @@ class Schedules(Watcher):
     def on_end(self) -> None:
         for known, where, made in self.made:
             if (one := known()) is not None:
-                taken = int(getattr(one, "last_epoch", 0))
                 event = Schedule(
                     type=type(one).__name__,
                     planned=length(one),
                     made=made,
-                    taken=taken,
-                    per_step=taken / max(1, recorder.step),
+                    taken=int(getattr(one, "last_epoch", 0)),
                     place=where,
                 )
                 recorder.write(event)
@@ -109,7 +106,7 @@ def learning_rates_differ(job):
             return
     steps = [row for row in job.rows(Step) if len({x.which for x in row}) == 1]
     for row in need(steps, "no step was seen on all ranks"):
-        if len({tuple(one.rates) for one in row}) > 1:
+        if any(one.rates != row[0].rates for one in row):
             rates = ", ".join(f"{one.rates[0]:.4g}" for one in row)
             what = f"in step {row[0].step + 1}, the ranks have learning rates {rates}"
             yield Breach(what, row[0].place)
@@ -129,13 +126,12 @@ def schedule(job):
     if not process.of(Exit) or not all(one.whole for one in process.of(EpochEnd)):
         raise NotJudged("the job did not train to the end")
     whole = [one for one in process.epochs if process.whole(one)]
-    found = sorted(found, key=lambda one: one.taken)
-    # A script that resumes makes its scheduler again: the last one takes all steps
-    known = {x.place: x for x in found if x.type != "ReduceLROnPlateau"}.values()
     if len(whole) > 1 and not any(one.taken for one in found):
         what = f"no scheduler takes a step in {len(whole)} epochs"
         yield Breach(what, found[0].place)
-    for one in known:
+    # A script that resumes makes its scheduler again: the last one takes all steps
+    known = {x.place: x for x in sorted(found, key=lambda one: one.taken)}
+    for one in known.values():
         ratio = (one.planned or one.taken) / max(1, one.taken)
         if not one.taken or 0.7 < ratio < 1.4:
             continue
@@ -143,7 +139,7 @@ def schedule(job):
         mend = RESUMED * (one.made not in (None, one.planned))
         if mend:
             what += f" (the script made it with {one.made} steps)"
-        elif abs(one.per_step / size - 1) < 0.1:
+        elif abs(one.taken / max(1, one.step) / size - 1) < 0.1:
             what += f": {size} in each optimizer step, one per process, as accelerate "
             what += "does with a scheduler that it has prepared"
             mend = "Plan the steps of all processes together (steps times "

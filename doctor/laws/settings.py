@@ -17,29 +17,19 @@ def settings_differ(job):
     Not a mistake if: the ranks are meant to differ, for example in their batch sizes.
     """
     several(job)
-    differ, count, place, shown = Counter(), Counter(), {}, {}
-    for name, row, step, line in facts(job):
+    count, differ = Counter(), {}
+    for name, row, step, place in facts(job):
         count[name] += 1
         if len({*row}) > 1:
-            differ[name] += 1
-            place[name] = line
-            told = [f"{x} on rank {n}" for n, x in enumerate(row)]
-            shown.setdefault(name, (", ".join(told[:4]), step + 1))
+            differ.setdefault(name, []).append((row, step, place))
     if not count:
         raise NotJudged("no training pass was seen on all ranks")
-    for name, number in differ.most_common(3):
-        if number > 2 and number > 0.1 * count[name]:
-            told, step = shown[name]
-            what = f"{name}: {told} in step {step}, and different in {number} of "
-            yield Breach(f"{what}{count[name]} passes", place[name])
-    sizes = []
-    for process in job.processes:
-        counts = Counter(len(x.indices or x.rows or ()) for x in process.trained)
-        sizes.append(counts.most_common(1))
-    if all(sizes) and len({one[0][0] for one in sizes}) > 1:
-        told = [f"{one[0][0]} on rank {n}" for n, one in enumerate(sizes)]
-        place = job.processes[0].loader().place
-        yield Breach(f"samples in most batches: {', '.join(told)}", place)
+    for name in sorted(differ, key=lambda name: -len(differ[name]))[:3]:
+        number, (row, step, place) = len(differ[name]), differ[name][0]
+        if number > max(2, 0.1 * count[name]):
+            told = ", ".join(f"{x} on rank {n}" for n, x in enumerate(row[:4]))
+            what = f"{name}: {told} in step {step + 1}, and different in {number} of "
+            yield Breach(f"{what}{count[name]} passes", place)
     names = ", ".join(name for name in count if " of " not in name)
     yield f"equal on all ranks in {max(count.values())} passes: {names}"
 
