@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections import Counter
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import torch
 from torch import cuda
@@ -21,20 +21,20 @@ GPU.total_memory, GPU.multi_processor_count, GPU.L2_cache_size = MEMORY, 108, 2*
 TRUE = "is_available is_bf16_supported is_tf32_supported can_device_access_peer".split()
 
 
+def constant(value):
+    """Return a new function that accepts all arguments and returns a value."""
+    return lambda *args, **kwargs: value
+
+
 class Stream:
     """A stream that completes all work immediately."""
 
     cuda_stream = stream_id = device_index = priority = 0
+    wait_stream = wait_event = synchronize = __enter__ = __exit__ = constant(None)
+    query = constant(True)
 
     def __init__(self, device=None, priority=0, **kwargs):
         self.device = resolve(device)
-
-    def wait_stream(self, *args): ...
-
-    wait_event = synchronize = is_capturing = __enter__ = __exit__ = wait_stream
-
-    def query(self) -> bool:
-        return True
 
     def record_event(self, event=None):
         event = event or Event()
@@ -45,7 +45,8 @@ class Stream:
 class Event:
     """An event that stores the time at which it was recorded."""
 
-    wait, synchronize, query, cuda_event = *[Stream.wait_stream] * 2, Stream.query, 0
+    wait = synchronize = constant(None)
+    query = constant(True)
 
     def __init__(self, *args, **kwargs):
         self.time = 0.0
@@ -71,14 +72,10 @@ def set_device(device) -> int:
     return before
 
 
-def constant(value):
-    """Return a new function that accepts all arguments and returns a value."""
-    return lambda *args, **kwargs: value
-
-
 # torch.compile() requires that functions with different names are different objects
 PLAYED = {name: constant(True) for name in TRUE} | {
     "is_initialized": lambda: cuda._initialized,
+    "is_current_stream_capturing": constant(False),  # record.py calls it
     "device_count": gpus.visible,
     "current_device": lambda: resolve().index,
     "current_device_index": lambda: resolve().index,
@@ -100,19 +97,11 @@ PLAYED = {name: constant(True) for name in TRUE} | {
     "_lazy_init": constant(None),
     "_lazy_call": lambda call, **kwargs: call(),
 }
-# A function whose code names one of these is not replaced: calls of NVML end the job,
-# and contexts call functions that are replaced
+# The other functions of these modules return 0, unless their code names one of KEPT:
+# calls of NVML end the job, and contexts call functions that are replaced
+MODULES = """torch.cuda torch.cuda.memory torch.cuda.nvtx torch.cuda.profiler
+    torch.accelerator torch.accelerator.memory""".split()
 KEPT = re.compile("nvml|GeneratorContextManager|StreamContext")
-
-
-def play_module(module: ModuleType) -> None:
-    """Replace a module's functions; those not in PLAYED return 0."""
-    for name, old in list(vars(module).items()):
-        if name in PLAYED:
-            replace(module, name, PLAYED[name])
-        elif inspect.isfunction(old) and old.__module__ == module.__name__:
-            if name[0] != "_" and not KEPT.search(str(old.__code__.co_names)):
-                replace(module, name, constant(0))
 
 
 def to_gpu(storage, device=None, non_blocking=False):
@@ -120,16 +109,6 @@ def to_gpu(storage, device=None, non_blocking=False):
     storage = storage.clone()
     storage.place = resolve(device)
     return storage
-
-
-def restore(storage, location: str):
-    """Return a storage that torch.load() puts on a GPU, else None."""
-    return to_gpu(storage, location) if location.startswith("cuda") else None
-
-
-def place_in_file(storage) -> str | None:
-    """Return the name of the GPU that torch.save() writes for a storage, or None."""
-    return str(storage.place) if hasattr(storage, "place") else None
 
 
 def install() -> None:
@@ -144,10 +123,8 @@ def install() -> None:
     def init(self, *args, **kwargs):
         old_init(self, *args, **kwargs)
         if self.device == "cuda" and self._enabled:
-            text = (
-                f"autocast({self.fast_dtype}) casts the same operations as CPU autocast"
-            )
-            gpus.say(text)
+            dtype = self.fast_dtype
+            gpus.say(f"autocast({dtype}) casts the same operations as CPU autocast")
         self.device = self.device.replace("cuda", "cpu")
 
     def get_autocast_dtype(device_type="cuda") -> torch.dtype:
@@ -159,10 +136,13 @@ def install() -> None:
 
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     sys.excepthook = functools.partial(gpus.explain, sys.excepthook)
-    names = "cuda cuda.memory cuda.nvtx cuda.profiler accelerator accelerator.memory"
-    for name in names.split():
-        if module := sys.modules.get(f"torch.{name}"):
-            play_module(module)
+    for module in filter(None, map(sys.modules.get, MODULES)):
+        for name, old in list(vars(module).items()):
+            own = inspect.isfunction(old) and old.__module__ == module.__name__
+            if name in PLAYED:
+                replace(module, name, PLAYED[name])
+            elif own and name[0] != "_" and not KEPT.search(str(old.__code__.co_names)):
+                replace(module, name, constant(0))
     for name in [one for one in vars(cuda) if one.endswith("Tensor")]:
         setattr(cuda, name, OldType(name, (), {"__module__": "torch.cuda"}))
     cuda.default_generators = [*map(gpus.Generator, range(gpus.count))]
@@ -174,11 +154,7 @@ def install() -> None:
         (torch.autocast, "__init__", init),
         (torch, "get_autocast_dtype", get_autocast_dtype),
         (torch, "get_autocast_gpu_dtype", lambda: get_autocast_dtype()),
-        (
-            torch,
-            "is_autocast_enabled",
-            is_autocast_enabled,
-        ),
+        (torch, "is_autocast_enabled", is_autocast_enabled),
         (torch, "Generator", gpus.Generator),
         (torch, "Stream", Stream),
         (torch, "Event", Event),
@@ -194,4 +170,8 @@ def install() -> None:
     ):
         replace(owner, name, new)
     torch.version.cuda = torch.version.cuda or "12.8"
-    torch.serialization.register_package(1, place_in_file, restore)
+    torch.serialization.register_package(
+        1,  # a priority before PyTorch's own
+        lambda storage: str(storage.place) if hasattr(storage, "place") else None,
+        lambda storage, name: to_gpu(storage, name) if "cuda" in name else None,
+    )

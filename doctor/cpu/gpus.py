@@ -14,11 +14,8 @@ from torch import Tensor
 CPU = torch.device("cpu")
 NOT_THE_USERS = os.path.dirname(__file__), os.path.dirname(torch.__file__)
 # Words in error messages of code that needs a GPU or NCCL
-GPU_ONLY = re.compile(
-    """cuda|nccl|cudnn|nvml|nvidia|triton|flash_att|cupy|bitsandbytes|amp_C|apex_C|
-    transformer_engine|'Half'|available.kernel|gloo.does.not.support""",
-    re.IGNORECASE | re.VERBOSE,
-)
+GPU_ONLY = """cuda nccl cudnn nvml nvidia triton flash_att cupy bitsandbytes amp_C
+    apex_C transformer_engine 'Half' available.kernel gloo.does.not.support""".split()
 
 count = 0  # number of GPUs; play() sets it
 local = threading.local()  # each thread has a current GPU
@@ -33,7 +30,8 @@ def explain(previous, kind: type, error: BaseException, trace) -> None:
     calls = re.findall(r'File "(.+)", line (\d+), in .*\n +(.*)', text)
     users = [one for one in calls if not one[0].startswith((*NOT_THE_USERS, "<"))]
     own = "doctor --cpu" in text or kind.__name__ == "ChildFailedError"  # torchrun's
-    if users and not own and GPU_ONLY.search(f"{kind}: {error}"):
+    found = re.search("|".join(GPU_ONLY), f"{kind}: {error}", re.IGNORECASE)
+    if users and found and not own:
         file, line, code = users[-1]
         why = "it runs only on a GPU. Nothing after this line was checked."
         text = f"doctor --cpu cannot emulate `{code}` [{os.path.relpath(file)}:{line}]"

@@ -50,9 +50,8 @@ def communicate(old, given: dict):
     if averages:
         if work:
             work.wait()
-        size = dist.get_world_size(given["group"])
         result = given.get("output", given.get("tensor"))
-        result.div_(size, rounding_mode=None if result.is_floating_point() else "trunc")
+        result.copy_(result / dist.get_world_size(given["group"]))
     return work
 
 
@@ -103,8 +102,6 @@ def install() -> None:
     """Replace functions that take or return a backend or a device."""
     for name in ("scatter", "gather", "broadcast_coalesced", "reduce_add_coalesced"):
         replace(comm, name, getattr(Comm, name))
-    if not dist.is_available():
-        return
     old_backend, mesh = dist.get_backend, sys.modules["torch.distributed.device_mesh"]
     old_init = mesh.DeviceMesh.__init__
 

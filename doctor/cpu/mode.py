@@ -30,19 +30,6 @@ def place_among(values) -> torch.device:
     return CPU
 
 
-def call_on(place: torch.device, func, args: tuple, kwargs: dict):
-    """Call a function; if it draws random numbers, use the GPU's generator."""
-    own = place.type != "cuda" or kwargs.get("generator") is not None
-    if own or not DRAWS.search(getattr(func, "__name__", "")):
-        return func(*args, **kwargs)
-    default, gpus = torch.random.default_generator, torch.cuda.default_generators
-    with drawing, torch.random.fork_rng(devices=[]):
-        default.set_state(gpus[place.index].get_state())
-        result = func(*args, **kwargs)
-        gpus[place.index].set_state(default.get_state())
-    return result
-
-
 def moved(source: Tensor, result: Tensor, place: torch.device) -> Tensor:
     """Mark and return a tensor moved to `place`; copy it if the move did not."""
     if place != place_of(result) and result is source:
@@ -51,7 +38,10 @@ def moved(source: Tensor, result: Tensor, place: torch.device) -> Tensor:
 
 
 def general(func, args: tuple, kwargs: dict):
-    """Call a function; mark results with the requested device, or the inputs' own."""
+    """Call a function; mark results with the requested device, or the inputs' own.
+
+    If it draws random numbers, use the GPU's generator.
+    """
     place, device = place_among((*args, *kwargs.values())), kwargs.get("device")
     if device is None and func in _device._device_constructors():
         device = _device.CURRENT_DEVICE
@@ -59,7 +49,16 @@ def general(func, args: tuple, kwargs: dict):
         place = resolve(device)
         kwargs["device"] = CPU if place.type == "cuda" else place
     kwargs.pop("pin_memory", None)
-    result = call_on(place, func, args, kwargs)
+    draws = place.type == "cuda" and DRAWS.search(getattr(func, "__name__", ""))
+    if draws and kwargs.get("generator") is None:
+        gpu = torch.cuda.default_generators[place.index]
+        default = torch.default_generator
+        with drawing, torch.random.fork_rng(devices=[]):
+            default.set_state(gpu.get_state())
+            result = func(*args, **kwargs)
+            gpu.set_state(default.get_state())
+    else:
+        result = func(*args, **kwargs)
     if args and result is args[0]:
         return result if device is None else moved(result, result, place)
     return mark(result, place)
@@ -145,9 +144,7 @@ def install() -> None:
     # Each thread begins here, even if its class overrides run()
     threading.Thread._bootstrap_inner = within(threading.Thread._bootstrap_inner)
     push = torch._C._autograd._push_saved_tensors_default_hooks
-    torch._C._autograd._push_saved_tensors_default_hooks = lambda *hooks: push(
-        *map(within, hooks)
-    )
+    replace(torch._C._autograd, push.__name__, lambda *both: push(*map(within, both)))
     engine = torch.autograd.graph._engine_run_backward
     replace(torch.autograd.graph, "_engine_run_backward", within(engine))
     played.__enter__()
