@@ -31,6 +31,7 @@ class Stream:
 
     cuda_stream = stream_id = device_index = priority = 0
     wait_stream = wait_event = synchronize = __enter__ = __exit__ = constant(None)
+    is_capturing = constant(False)
     query = constant(True)
 
     def __init__(self, device=None, priority=0, **kwargs):
