@@ -16,10 +16,9 @@ def play(count: str | int = "") -> None:
     Args:
         count: number of GPUs; by default, $LOCAL_WORLD_SIZE, or 2 if that is not set.
     """
-    from . import cuda, gpus, groups, mode, training
+    from . import cuda, gpus, groups, mode
 
     gpus.count = int(count or os.environ.get("LOCAL_WORLD_SIZE") or 2)
-    for one in (cuda, groups, training):
+    for one in (cuda, groups, mode):
         one.install()
     gpus.replace_everywhere()
-    mode.install()

@@ -14,31 +14,28 @@ from torch import Tensor
 CPU = torch.device("cpu")
 NOT_THE_USERS = os.path.dirname(__file__), os.path.dirname(torch.__file__)
 # Words in error messages of code that needs a GPU or NCCL
-GPU_ONLY = """cuda|nccl|cudnn|nvml|nvidia|triton|flash_att|cupy|bitsandbytes|amp_C|
-    apex_C|transformer_engine|'Half'|available.kernel|gloo.does.not.support"""
-GPU_ONLY = re.compile(re.sub(r"\s", "", GPU_ONLY), re.IGNORECASE)
+GPU_ONLY = """cuda nccl cudnn nvml nvidia triton flash_att cupy bitsandbytes amp_C
+    apex_C transformer_engine 'Half' available.kernel gloo.does.not.support""".split()
 
 count = 0  # number of GPUs; play() sets it
-used = False  # whether the process has used a GPU
-local = threading.local()  # each thread has a current GPU and a current stream
-generators: dict[int, torch.Generator] = {}  # GPU's index -> its generator
+local = threading.local()  # each thread has a current GPU
 replaced: dict[int, tuple] = {}  # id -> a PyTorch function and its replacement
 said: set[str] = set()
 
 
-def explain(kind: type, error: BaseException, trace) -> str:
-    """Return an explanation if an error is in code that needs a GPU, else ""."""
+def explain(previous, kind: type, error: BaseException, trace) -> None:
+    """Print an error with the previous hook, and explain it if the code needs a GPU."""
+    previous(kind, error, trace)
     text = "".join(traceback.format_exception(kind, error, trace))
     calls = re.findall(r'File "(.+)", line (\d+), in .*\n +(.*)', text)
     users = [one for one in calls if not one[0].startswith((*NOT_THE_USERS, "<"))]
     own = "doctor --cpu" in text or kind.__name__ == "ChildFailedError"  # torchrun's
-    name = f"{kind.__module__}.{kind.__name__}: {error}"
-    if own or not users or not GPU_ONLY.search(name):
-        return ""
-    file, line, code = users[-1]
-    why = "it runs only on a GPU. Nothing after this line was checked."
-    place = f"{os.path.relpath(file)}:{line}"
-    return f"doctor --cpu cannot emulate `{code}` [{place}]: {why}\n"
+    found = re.search("|".join(GPU_ONLY), f"{kind}: {error}", re.IGNORECASE)
+    if users and found and not own:
+        file, line, code = users[-1]
+        why = "it runs only on a GPU. Nothing after this line was checked."
+        text = f"doctor --cpu cannot emulate `{code}` [{os.path.relpath(file)}:{line}]"
+        print(f"{text}: {why}", file=sys.stderr)
 
 
 def say(text: str) -> None:
@@ -60,13 +57,12 @@ def resolve(device=None) -> torch.device:
     Raises:
         RuntimeError: if the process has no GPU with this index.
     """
-    global used
     if device is None or isinstance(device, int):
         device = "cuda" if device in (None, -1) else torch.device("cuda", device)
     device = torch.device(device)
     if device.type != "cuda":
         return CPU if device.type == "cpu" else device
-    used = True
+    torch.cuda._initialized = True
     index = getattr(local, "gpu", 0) if device.index is None else device.index
     if index >= visible():
         text = f"doctor --cpu has {visible()} GPUs; set their number with --cpu N"
@@ -77,29 +73,37 @@ def resolve(device=None) -> torch.device:
 def place_of(tensor: Tensor) -> torch.device:
     """Return the device of a tensor, as the job sees it."""
     try:
-        return getattr(tensor.untyped_storage(), "place", CPU)
+        return getattr(tensor.untyped_storage(), "place", tensor.device)
     except (NotImplementedError, RuntimeError):  # the tensor has no storage
-        return CPU
+        return tensor.device
 
 
 def mark(result, place: torch.device):
     """Mark unmarked tensors in a result as being on `place`, and return the result."""
+    if place.type != "cuda":
+        return result
     if isinstance(result, (tuple, list)):
         for one in result:
             mark(one, place)
-    elif isinstance(result, Tensor) and place != CPU and place_of(result) == CPU:
+    elif isinstance(result, Tensor) and place_of(result) == CPU:
         with contextlib.suppress(NotImplementedError, RuntimeError):
             result.untyped_storage().place = place
     return result
 
 
-def generator(device=None) -> torch.Generator:
-    """Return a GPU's own random number generator."""
-    index = resolve(device).index
-    if index not in generators:  # by default, each process has its own seed
-        generators[index] = torch._C.Generator()
-        generators[index].seed()
-    return generators[index]
+class Generator(torch._C.Generator):
+    """A random number generator, possibly on a GPU."""
+
+    device = property(lambda self: self.place)
+
+    def __new__(cls, device="cpu"):
+        self = super().__new__(cls)
+        self.place = resolve(device)
+        return self
+
+    def set_state(self, state: Tensor) -> None:
+        if state.numel() == self.get_state().numel():  # ignore a real GPU's state
+            super().set_state(state)
 
 
 def replace(owner: ModuleType | type, name: str, new) -> None:

@@ -1,5 +1,6 @@
 """Intercept PyTorch's functions to emulate devices and moves between them."""
 
+import re
 import sys
 import threading
 
@@ -8,33 +9,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _device
 
-from . import gpus
-from .gpus import CPU, mark, place_of, resolve
+from .gpus import CPU, mark, place_of, replace, resolve
 
-# Functions that return no tensor, or a tensor that shares the first one's storage
-PLAIN = set(
-    """size dim numel stride is_contiguous untyped_storage item tolist numpy
-    backward register_hook detach view view_as expand_as data_ptr requires_grad_ set_
-    share_memory_ is_floating_point is_complex element_size storage _typed_storage
-    __len__ __format__ __repr__ __bool__ __float__ __int__ __index__ __reduce_ex__
-    __hash__ __contains__""".split()
-)
+# Words in the names of functions that draw random numbers
 DRAWS = """rand normal uniform dropout bernoulli multinomial exponential poisson cauchy
     geometric rrelu gumbel fractional_max_pool multi_head_attention lstm gru rnn_tanh
     rnn_relu scaled_dot_product""".split()
+DRAWS = re.compile("|".join(DRAWS))
 drawing = threading.Lock()
-
-
-def is_device(value: object) -> bool:
-    """Return whether an argument of .to() names a device."""
-    return isinstance(value, (str, int, torch.device)) and not isinstance(value, bool)
-
-
-def moved(source: Tensor, result: Tensor, place: torch.device) -> Tensor:
-    """Mark and return a tensor moved to `place`; copy it if the move did not."""
-    if place != place_of(result) and result is source:
-        result = source.clone()
-    return mark(result, place)
 
 
 def place_among(values) -> torch.device:
@@ -48,135 +30,98 @@ def place_among(values) -> torch.device:
     return CPU
 
 
-def draw(func, args: tuple, kwargs: dict, place: torch.device):
-    """Call a function that may draw random numbers from the device's generator."""
-    if place == CPU or kwargs.get("generator") is not None:
-        return func(*args, **kwargs)
-    default, gpu = torch.random.default_generator, gpus.generator(place)
-    with drawing:
-        before = default.get_state()
-        default.set_state(gpu.get_state())
-        try:
-            return func(*args, **kwargs)
-        finally:
-            gpu.set_state(default.get_state())
-            default.set_state(before)
+def moved(source: Tensor, result: Tensor, place: torch.device) -> Tensor:
+    """Mark and return a tensor moved to `place`; copy it if the move did not."""
+    if place != place_of(result) and result is source:
+        result = source.clone()
+    return mark(result, place)
 
 
-def general(func, args: tuple, kwargs: dict, draws=False, factory=False):
-    """Call a function; mark results with the requested device, or the inputs' own."""
+def general(func, args: tuple, kwargs: dict):
+    """Call a function; mark results with the requested device, or the inputs' own.
+
+    If it draws random numbers, use the GPU's generator.
+    """
     place, device = place_among((*args, *kwargs.values())), kwargs.get("device")
-    if device is None and factory:
+    if device is None and func in _device._device_constructors():
         device = _device.CURRENT_DEVICE
     if device is not None:
         place = resolve(device)
-        if place.type not in ("cpu", "cuda"):
-            return func(*args, **kwargs)
-        kwargs = {**kwargs, "device": CPU}
-    if kwargs.get("pin_memory"):
-        kwargs = {**kwargs, "pin_memory": False}
-    result = draw(func, args, kwargs, place) if draws else func(*args, **kwargs)
+        kwargs["device"] = CPU if place.type == "cuda" else place
+    kwargs.pop("pin_memory", None)
+    draws = place.type == "cuda" and DRAWS.search(getattr(func, "__name__", ""))
+    if draws and kwargs.get("generator") is None:
+        gpu = torch.cuda.default_generators[place.index]
+        default = torch.default_generator
+        with drawing, torch.random.fork_rng(devices=[]):
+            default.set_state(gpu.get_state())
+            result = func(*args, **kwargs)
+            gpu.set_state(default.get_state())
+    else:
+        result = func(*args, **kwargs)
     if args and result is args[0]:
         return result if device is None else moved(result, result, place)
-    return result if "out" in kwargs else mark(result, place)
+    return mark(result, place)
 
 
-class Functions:
-    """Emulations of PyTorch's functions that need special treatment, by name."""
-
-    def to(func, args, kwargs):
-        source, rest, place = args[0], [*args[1:]], place_of(args[0])
-        other = kwargs.get("other", rest[0] if rest else kwargs.get("device"))
-        if isinstance(other, Tensor):
-            place = place_of(other)
-        elif is_device(other):
-            place = resolve(other)
-            if place.type not in ("cpu", "cuda"):
-                return func(*args, **kwargs)
-            rest = [CPU if is_device(one) else one for one in rest]
-            kwargs = {**kwargs, "device": CPU} if "device" in kwargs else kwargs
-        return moved(source, func(source, *rest, **kwargs), place)
-
-    def cuda(func, args, kwargs):
-        device = kwargs.get("device", args[1] if len(args) > 1 else None)
-        return moved(args[0], args[0], resolve(device))
-
-    def cpu(func, args, kwargs):
-        return moved(args[0], func(*args, **kwargs), CPU)
-
-    def type(func, args, kwargs):
-        if "cuda" in (wanted := str(args[1:])):  # such as torch.cuda.FloatTensor
-            name = "torch." + wanted.rpartition(".")[2].strip(")>,'")
-            return moved(args[0], func(args[0], name), resolve())
-        result, caller = general(func, args, kwargs), sys._getframe(2)
-        horovod = caller.f_globals.get("__name__", "").startswith("horovod")
-        if isinstance(result, str) and place_of(args[0]) != CPU and not horovod:
-            return result.replace("torch.", "torch.cuda.")
-        return result
-
-    def __getitem__(func, args, kwargs):  # the index may be on another device
-        return mark(func(*args, **kwargs), place_of(args[0]))
-
-    def _parse_to(func, args, kwargs):
-        args = [resolve(one) if type(one) is int else one for one in args]
-        if type(kwargs.get("device")) is int:
-            kwargs = {**kwargs, "device": resolve(kwargs["device"])}
-        return func(*args, **kwargs)
-
-    def pin_memory(func, args, kwargs):
-        return args[0].clone()
-
-    def get_device(func, args, kwargs):
-        return -1 if place_of(args[0]) == CPU else place_of(args[0]).index
+def to(func, args: tuple, kwargs: dict):
+    """Emulate Tensor.to(), whose first argument is a device, a dtype or a tensor."""
+    source, *rest = args
+    first = rest[0] if rest else kwargs.get("device", kwargs.get("other"))
+    place = place_of(first if isinstance(first, Tensor) else source)
+    if isinstance(first, (str, int, torch.device)):
+        place = resolve(first)
+        real = CPU if place.type == "cuda" else place
+        rest = [real if one is first else one for one in rest]
+        kwargs = {name: real if one is first else one for name, one in kwargs.items()}
+    return moved(source, func(source, *rest, **kwargs), place)
 
 
-class Attributes:
-    """Emulations of tensors' attributes, by name."""
-
-    def device(func, args, kwargs):
-        return func(*args) if (place := place_of(args[0])) == CPU else place
-
-    def is_cuda(func, args, kwargs):
-        return place_of(args[0]) != CPU
-
-    def is_cpu(func, args, kwargs):
-        return func(*args) and place_of(args[0]) == CPU
-
-    def grad(func, args, kwargs):
-        return mark(func(*args), place_of(args[0]))
+def convert(func, args: tuple, kwargs: dict):
+    """Emulate Tensor.type(), which returns a type's name or converts to a type."""
+    place, wanted = place_of(args[0]), str(args[1:])
+    if "cuda" in wanted:  # such as torch.cuda.FloatTensor
+        name = "torch." + wanted.rpartition(".")[2].strip(")>,'")
+        return moved(args[0], func(args[0], name), resolve())
+    result = mark(func(*args, **kwargs), place)
+    horovod = sys._getframe(2).f_globals.get("__name__", "").startswith("horovod.")
+    named = isinstance(result, str) and place.type == "cuda" and not horovod
+    return result.replace("torch.", "torch.cuda.") if named else result
 
 
-def plain(func, args: tuple, kwargs: dict):
-    """Call the original function."""
+def parse_to(func, args: tuple, kwargs: dict):
+    """Emulate the part of Module.to() that reads arguments; they may be GPU indices."""
+    args = [resolve(one) if type(one) is int else one for one in args]
+    if type(kwargs.get("device")) is int:
+        kwargs["device"] = resolve(kwargs["device"])
     return func(*args, **kwargs)
 
 
-def choose(func):
-    """Return the emulation of a function."""
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__", "__delete__"):
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        return getattr(Attributes, attribute if name == "__get__" else "", plain)
-    if way := vars(Functions).get(name):
-        return way
-    inplace = name.endswith("_") and not name.endswith("__")
-    draws = any(one in name for one in DRAWS)
-    if name in PLAIN or name.startswith(("__i", "__set")) or (inplace and not draws):
-        return plain
-    factory = func in _device._device_constructors()
-    return lambda func, args, kwargs: general(func, args, kwargs, draws, factory)
+ways = {  # function -> its emulation; general() emulates all functions not named here
+    Tensor.to: to,
+    Tensor.cuda: lambda func, args, kwargs: moved(
+        args[0], args[0], resolve(kwargs.get("device", *args[1:2]))
+    ),
+    Tensor.cpu: lambda func, args, kwargs: moved(args[0], args[0], CPU),
+    Tensor.type: convert,
+    Tensor.pin_memory: lambda func, args, kwargs: args[0].clone(),
+    Tensor.get_device: lambda func, args, kwargs: (
+        -1 if place_of(args[0]) == CPU else place_of(args[0]).index
+    ),
+    Tensor.device.__get__: lambda func, args, kwargs: place_of(args[0]),
+    Tensor.is_cuda.__get__: lambda func, args, kwargs: place_of(args[0]).type == "cuda",
+    Tensor.is_cpu.__get__: lambda func, args, kwargs: place_of(args[0]) == CPU,
+    # The index may be on another device
+    Tensor.__getitem__: lambda func, args, kwargs: mark(func(*args), place_of(args[0])),
+    torch._C._nn._parse_to: parse_to,
+}
 
 
 class PlayedGpus(TorchFunctionMode):
     """Intercepts all calls of PyTorch's functions."""
 
-    ways: dict = {}  # function -> its emulation
-
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        way = self.ways.get(func)
-        if way is None:
-            way = self.ways[func] = choose(func)
-        return way(func, args, kwargs or {})
+        return ways.get(func, general)(func, args, kwargs or {})
 
 
 played = PlayedGpus()
@@ -198,12 +143,8 @@ def install() -> None:
     """Start emulation in this thread, in later threads and in backward passes."""
     # Each thread begins here, even if its class overrides run()
     threading.Thread._bootstrap_inner = within(threading.Thread._bootstrap_inner)
-    hooks = torch.autograd.graph.saved_tensors_hooks
-    old_init = hooks.__init__
-    hooks.__init__ = lambda self, pack_hook, unpack_hook: old_init(
-        self, within(pack_hook), within(unpack_hook)
-    )
-    engine = within(torch.autograd._engine_run_backward)
-    torch.autograd._engine_run_backward = engine
-    torch.autograd.graph._engine_run_backward = engine
+    push = torch._C._autograd._push_saved_tensors_default_hooks
+    replace(torch._C._autograd, push.__name__, lambda *both: push(*map(within, both)))
+    engine = torch.autograd.graph._engine_run_backward
+    replace(torch.autograd.graph, "_engine_run_backward", within(engine))
     played.__enter__()
