@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import field
 from itertools import accumulate, combinations, pairwise
 from math import dist, exp
-from operator import ne
+from operator import itemgetter, ne
 
 from .event import Event
 from .job import Job
@@ -148,26 +148,24 @@ def near_twins(job: Job) -> str:
     If the ranks share no samples, an input's nearest neighbour is as likely to be on
     its own rank as on another rank.
     """
-    lists, worst = inputs(job), (0.0, 0.0, 0.0, 0.0)
+    lists = inputs(job)
     rows = [x for own in lists for one in own for x in one.rows]
     if len({*rows}) < 0.5 * len(rows):
         return ""  # inputs do not change
     whole = any(one.whole for own in lists for one in own)
     gap = (lambda a, b: sum(map(ne, a, b))) if whole else dist
-    if copies := copied(lists[:4], gap):
-        return shared_batches(copies, [*map(len, lists[:4])])
-    batches = min(map(len, lists))
+    batches, lists, found = min(map(len, lists)), lists[:4], []
+    if message := shared_batches(lists, gap):
+        return message
     for part in (batches // 4, 2 * batches // 5, batches):  # epochs are not known
         ranks = []
-        for rows in lists[:4]:
-            steps = enumerate(rows[:part])
-            own = [(k, n, x) for k, one in steps for n, x in enumerate(one.few)]
-            ranks.append(own[: 400 if whole else 800])
-        for other in ranks[1:]:
-            if min(len(ranks[0]), len(other)) >= 100 and part > 7:
-                found = neighbours(ranks[0], other, gap)
-                worst = max(worst, found, key=lambda x: x[1])
-    share, errors, there, near = worst
+        for own in lists:
+            steps = enumerate(own[:part])
+            few = [(k, n, x) for k, one in steps for n, x in enumerate(one.few)]
+            ranks.append(few[: 400 if whole else 800])
+        if part > 7 and min(map(len, ranks)) >= 100:
+            found += [neighbours(ranks[0], other, gap) for other in ranks[1:]]
+    share, errors, there, near = max(found, key=itemgetter(1), default=(0, 0, 0, 0))
     if errors < 5 or share < 0.15 or near > 0.5 and there < 0.9:
         return ""  # neighbours in time, such as frames, may be on different ranks
     same = " in the same step" * (there >= 0.9)
@@ -175,37 +173,32 @@ def near_twins(job: Job) -> str:
     return f"{text}and then changed at random ({errors:.0f} standard errors)"
 
 
-def copied(lists: list[list[Input]], gap) -> list[tuple]:
-    """Return pairs of batches with the same samples, each changed at random.
+def shared_batches(lists: list[list[Input]], gap) -> str:
+    """Return a message if ranks read the same batches, changed at random, else "".
 
     Each sample of such a batch is closer to the one at the same position in the other
-    batch than to all others in its own batch. Pairs have the later (step, rank) first.
+    batch than to all others in its own batch. The epoch ends when a rank reads one of
+    its own batches again.
     """
-    found, ranges = [], {}
+    end, again, earlier = min(map(len, lists)), [], []
     rows = [(k, n, x.few) for n, own in enumerate(lists) for k, x in enumerate(own)]
-    for k, n, few in sorted(rows):
+    for step, rank, few in sorted(rows):
         least = [min((gap(x, y) for y in few if y is not x), default=0) for x in few]
-        for key, other in ranges.items() if len(few) > 7 else ():
-            if len(other) == len(few):
-                pairs = zip(few, other, least, strict=True)
-                near = sum(gap(x, y) < 0.6 * most for x, y, most in pairs)
-                found += [((k, n), key)] * (near > 0.8 * len(few))
-        ranges[k, n] = few
-    return found
-
-
-def shared_batches(copies: list[tuple], steps: list[int]) -> str:
-    """Return a message if ranks read the same batches before an epoch ends, else "".
-
-    After an epoch, nearly all batches repeat earlier ones, even their own rank's.
-    """
-    own = [later[0] for later, first in copies if later[1] == first[1]]
-    end = min(own + steps)
-    again = {later for later, _ in copies if later[0] < end}
-    rest = len(steps) * (end - min((k for k, _ in again), default=end))
-    if len(again) < 4 or len(again) > 0.7 * rest:
+        same = set()
+        for number, other in earlier if len(few) > 7 else ():
+            if len(few) == len(other):
+                trios = zip(few, other, least, strict=True)
+                near = sum(gap(x, y) < 0.6 * most for x, y, most in trios)
+                same |= {number} if near > 0.8 * len(few) else set()
+        if step == end or rank in same:
+            end = step
+            break
+        again += [step] * bool(same)
+        earlier.append((rank, few))
+    count = sum(step < end for step in again)
+    if not 4 <= count <= 0.7 * len(lists) * (end - again[0]):
         return ""
-    text = f"in the first {end} steps, {len(again)} of {len(steps) * end} batches have "
+    text = f"in the first {end} steps, {count} of {len(lists) * end} batches have "
     return f"{text}the samples of another rank's batch, changed at random"
 
 
@@ -231,25 +224,6 @@ def neighbours(one: list[tuple], other: list[tuple], gap) -> tuple:
     excess = wins / count - chance
     most = sum(count for _, count in apart.most_common(3))
     return excess / (1 - chance), excess / error, there / wins, most / wins
-
-
-def named(job: Job, loader: int | None) -> set[int]:
-    """Return the numbers that identify a stream's samples, or an empty set."""
-    found, contents = set(), {}
-    for process in job.processes:
-        number = process.training if loader is None else loader
-        for epoch in process.epochs if loader is None else ():
-            own = set()
-            for one in process.batches(epoch, number):
-                if one.ids is None or own & {*one.ids}:
-                    return set()
-                own |= {*one.ids}
-                for sample, row in zip(one.ids, one.rows or (), strict=False):
-                    contents.setdefault(sample, []).append(row)
-            found |= own
-    again = [x for x in contents.values() if len(x) > 1]
-    alike = sum(len({*x}) == 1 for x in again)
-    return found if len(again) > 20 and alike > 0.9 * len(again) else set()
 
 
 def periods(job: Job) -> Iterator[list[tuple[int, int]]]:

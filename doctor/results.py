@@ -4,11 +4,12 @@ import re
 import sys
 import time
 from array import array
+from itertools import groupby
 
 from .event import Event
 from .loaders import Loaders, leaves
 from .moments import Moments, runs_normally
-from .numbers import others
+from .numbers import numbers, others
 from .record import place, recorder, torch, wrap
 from .sample import hashes
 from .watcher import Watcher
@@ -23,7 +24,6 @@ OTHER = re.compile(  # results that doctor does not recompute
     r"(?![a-z])[^\d\n]{1,9}\d+\.\d",
     re.I,
 )
-WORDS = re.compile(r"acc|top|prec|err|correct|right|loss|ppl|perplex|nll|%", re.I)
 
 
 class Printed(Event, limit=2000):
@@ -63,7 +63,7 @@ class Results(Watcher):
         self.guesses, self.tries = [], 0  # predicted classes that have no labels yet
         self.compares = 0  # number of comparisons searched
         self.known = {}  # line -> the predictions and operand that it compares
-        self.nested, self.others = False, 0
+        self.others = 0  # number of printed lines with other results
 
     def hooks(self) -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -86,14 +86,12 @@ class Results(Watcher):
 
     def printed(self) -> None:
         """Record a line that may contain a result."""
-        known = WORDS.search(self.line) or OTHER.search(self.line)
-        known = known and any(map(str.isdigit, self.line))
-        other = not known and self.others < 300 and any(others(self.line))
-        self.others += other
-        if known:
-            self.read()
-        if known or other:
-            recorder.write(Printed(text=self.line[-2000:], place=place()))
+        known = OTHER.search(self.line) or any(numbers(self.line))
+        if not known:
+            if self.others == 300 or not any(others(self.line)):
+                return
+            self.others += 1
+        recorder.write(Printed(text=self.line[-2000:], place=place()))
 
     # --- outputs and losses ---
 
@@ -129,7 +127,7 @@ class Results(Watcher):
                 labels = labels.cpu().reshape(-1, 1)
                 if values.numel() == len(labels) and not fields["trains"]:
                     fields["guesses"] = array("q", values.reshape(-1).tolist())
-                values = (values.reshape(len(labels), -1) == labels).any(1)
+                values = ~(values.reshape(len(labels), -1) != labels).all(1)
             values = array("d", values.double().reshape(-1).tolist())
             weights = [1.0] * len(values) if weights is None else weights.tolist()
             one = Measured(**fields, values=values, weights=array("d", weights))
@@ -180,13 +178,9 @@ class Results(Watcher):
 
     def equal(self, call, *args, **kwargs):
         result = call(*args, **kwargs)
-        if isinstance(result, torch.Tensor) and result.dim() and not self.nested:
+        if isinstance(result, torch.Tensor) and result.dim():
             operands = [x for x in (*args, *kwargs.values()) if torch.is_tensor(x)]
-            self.nested = True
-            try:
-                self.compared(result, operands)
-            finally:
-                self.nested = False
+            self.compared(result, operands)
         return result
 
     def compared(self, result, operands: list) -> None:
@@ -206,7 +200,7 @@ class Results(Watcher):
                     continue
                 if self.known.get(line, (which, number)) != (which, number):
                     continue
-                sure = (one.reshape(-1) == guess.reshape(-1)).all()
+                sure = ~(one.reshape(-1) != guess.reshape(-1)).any()  # == is wrapped
                 if line not in self.known:  # the search waits for a GPU
                     self.compares += 1
                     if self.compares > COMPARES or not sure:
@@ -223,18 +217,14 @@ class Results(Watcher):
 
     def loss(self, call, /, *args, **kwargs):
         result = call(*args, **kwargs)
-        usual = not self.nested and isinstance(result, torch.Tensor)
-        if usual and kwargs.get("weight") is None and self.keeps() and runs_normally():
-            self.nested = True
-            try:
-                found = self.rows(call, result.detach(), args, kwargs)
-                if found and not Moments.here.depth:
-                    self.measure("loss", *found)
-                    self.hits(found[0], args, kwargs)
-            finally:
-                self.nested = False
+        usual = isinstance(result, torch.Tensor) and kwargs.get("weight") is None
+        if usual and self.keeps() and runs_normally():
+            found = self.rows(call, result.detach(), args, kwargs)
             if found and Moments.here.depth:
                 self.inside.append(found)
+            elif found:
+                self.measure("loss", *found)
+                self.hits(found[0], args, kwargs)
         return result
 
     def hits(self, where: str, args: tuple, kwargs: dict) -> None:
@@ -244,7 +234,7 @@ class Results(Watcher):
         classes = scores.dim() > 1 and not target.is_floating_point()
         if classes and not torch.is_grad_enabled() and target.dim() == scores.dim() - 1:
             valid = target != kwargs.get("ignore_index", -100)
-            right = (scores.argmax(1) == target) & valid
+            right = ~(scores.argmax(1) != target) & valid
             rows = right.reshape(len(target), -1).sum(1), valid.reshape(len(target), -1)
             skipped = (~valid).sum()
             self.measure("hits", where, rows[0], rows[1].sum(1), skipped=skipped)
@@ -294,21 +284,14 @@ def repeated(job) -> dict[tuple[int, int], list[float]]:
     """
     found = {}
     for process in job.processes:
-        for one in process.of(Measured):
-            if one.what == "seen":
-                rows = found.setdefault(one.after, {}).setdefault(process.rank, [])
-                rows.append((tuple(one.guesses), one.at))
-    begun = {}
-    for step, ranks in found.items():
-        counts = set()
-        for rank, rows in ranks.items():
-            own = [x for x, _ in rows]
-            count = own.count(own[0])
-            size = len(own) // count
-            same = own == own[:size] * count
-            counts.add(count if same else 1)
-            begun[rank, step] = [at for _, at in rows[::size]]
-        if len(counts) > 1 or counts == {1}:
-            for rank in ranks:
-                del begun[rank, step]
-    return begun
+        seen = [one for one in process.of(Measured) if one.what == "seen"]
+        for step, group in groupby(seen, lambda one: one.after):
+            rows = [*group]
+            inputs = [one.guesses for one in rows]
+            count = inputs.count(inputs[0])
+            size = len(rows) // count
+            size = size if inputs == inputs[:size] * count else len(rows)
+            begun = [one.at for one in rows[::size]]
+            found.setdefault(step, {})[process.rank, step] = begun
+    same = [one for one in found.values() if len({*map(len, one.values())}) == 1]
+    return {key: begun for one in same for key, begun in one.items()}
