@@ -100,11 +100,8 @@ class Reads:
 
     def stays(self) -> bool:
         """Return whether inputs are as alike in different steps as in the same step."""
-        now, later = (
-            max((fmean(row) for row in self.shares(shift) if row), default=0)
-            for shift in (0, 1)
-        )
-        return now > 0.3 and later > 0.8 * now
+        now, later = self.together()
+        return later > 0.8 * now > 0
 
     def computed(self) -> bool:
         """Return whether inputs recur within a loop's batches, as game states do."""
@@ -136,21 +133,18 @@ class Reads:
                     return shift
         return 0
 
-    def shares(self, shift: int = 0) -> list[list[float]]:
-        """Return, for each two ranks, the share of each batch that both ranks read.
-
-        The second rank's batch is read `shift` steps later.
-        """
-        found = combinations(self.ranks[:8], 2)
-        return [[*map(shared, one, other[shift:])] for one, other in found]
-
     def together(self, least: float = 0.3) -> tuple[float, float]:
         """Return the share of steps in which two ranks read (nearly) the same samples.
 
         The second share is of steps in which one rank reads the other's next samples.
         """
-        rows = [[[x > least for x in row] for row in self.shares(n)] for n in (0, 1)]
-        return tuple(max((fmean(x) for x in one if x), default=0.0) for one in rows)
+        found = []
+        for shift in (0, 1):
+            ranks = combinations(self.ranks[:8], 2)
+            rows = [[*map(shared, one, other[shift:])] for one, other in ranks]
+            shares = [fmean(x > least for x in row) for row in rows if row]
+            found.append(max(shares, default=0))
+        return tuple(found)
 
     def read_by_all(self) -> bool:
         """Return whether each rank reads every sample."""
@@ -309,9 +303,9 @@ def looped(job: Job) -> list[Reads]:
 
 def broken(one: Reads) -> str:
     """Return what is wrong with the samples read in an epoch, or "" if nothing is."""
-    counts, (together, near) = one.numbers(), one.together()
+    counts, together = one.numbers(), one.together()[0]
     number = max(map(len, one.ranks))
-    if together >= 0.9 and near < 0.5 * together and not one.shift:
+    if together >= 0.9 and not one.stays() and not one.shift:
         same = f"{together * number:.0f} of {number}"
         return f"in {one.text}, {same} batches have the same samples on several ranks"
     drawn = counts["within"] and not one.resumed or any(x.repeats for x in one.feeds)
