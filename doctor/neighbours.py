@@ -2,19 +2,17 @@
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import field
-from itertools import accumulate, combinations, pairwise
-from math import dist, exp
+from itertools import accumulate, combinations
+from math import dist
 from operator import itemgetter, ne
 
 from .event import Event
 from .job import Job
-from .law import NotJudged, need
+from .law import need
 from .loaders import Loaders
 from .moments import Moments
 from .record import recorder, torch
-from .results import Measured, Printed
 from .sample import digest, hashes, positions
 from .watcher import Watcher
 
@@ -224,53 +222,6 @@ def neighbours(one: list[tuple], other: list[tuple], gap) -> tuple:
     excess = wins / count - chance
     most = sum(count for _, count in apart.most_common(3))
     return excess / (1 - chance), excess / error, there / wins, most / wins
-
-
-def periods(job: Job) -> Iterator[list[tuple[int, int]]]:
-    """Yield lists of equal periods, as (start, end), between validations or prints."""
-    process = job.processes[0]
-    lines = {"": {one.after for one in process.of(Measured) if not one.trains}}
-    for one in process.of(Printed):
-        lines.setdefault(one.place, set()).add(one.step)
-    last = max(one.step for one in process.of(Input))
-    for steps in lines.values():
-        pairs = [*pairwise(sorted({0} | {x for x in steps if x <= last + 1}))]
-        if pairs and len({end - start for start, end in pairs}) == 1:
-            yield pairs
-
-
-def redrawn(job: Job) -> tuple[list[list[list[int]]], str] | None:
-    """Return what ranks read in a period, and when, if they sample with replacement.
-
-    If a period has as many draws as samples, about 1/e of the samples are never drawn,
-    and about 1/e are drawn exactly once.
-
-    Raises:
-        NotJudged: some samples are drawn more often than others in several periods,
-            apparently on purpose.
-    """
-    number = inputs(job)[0][0].network
-    lists = [[x for x in p.of(Input) if x.network == number] for p in job.processes]
-    for pairs in periods(job):
-        found, counts = [], []
-        for start, end in pairs:
-            own = [[x.rows for x in one if start <= x.step < end] for one in lists]
-            reads = Counter(x for one in own for batch in one for x in batch)
-            count, single = reads.total(), sum(n == 1 for n in reads.values())
-            unread = abs(len(reads) - count * (1 - exp(-1)))
-            alone = abs(single - count * exp(-1))
-            # At most 3.2 standard errors
-            if count > 400 and unread**2 < 0.97 * count and alone**2 < 2.3 * count:
-                found.append(own)
-                counts.append(reads)
-        if len(found) == len(pairs):
-            rows = [(a, b) for a, b in pairwise(counts) if a != b]
-            more = sum(sum(a[x] * b[x] for x in a) - b.total() for a, b in rows)
-            if more > 3 * (3 * sum(b.total() for _, b in rows)) ** 0.5:
-                raise NotJudged("the script draws some samples more often than others")
-            when = f"each of {len(pairs)} periods of {pairs[0][1]} steps before a "
-            return found[0], f"{when}validation or a print"
-    return None
 
 
 def recurring(epochs: list) -> int:

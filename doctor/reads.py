@@ -9,7 +9,6 @@ from itertools import chain, combinations, compress, pairwise, permutations
 from operator import eq
 from statistics import fmean
 
-from .draws import draws_in_steps
 from .event import Event
 from .job import Job
 from .law import NotJudged, need
@@ -20,7 +19,6 @@ from .neighbours import (
     first_lap,
     inputs,
     recurring,
-    redrawn,
     resumed,
 )
 
@@ -58,7 +56,6 @@ class Reads:
     pool: int = 0  # without a DataLoader: number of distinct samples in all steps
     resumed: bool = False  # a resumed run read the epoch in two passes
     ids: bool = False  # without a DataLoader: the inputs are samples' indices
-    redrawn: bool = False  # without a DataLoader: sampled with replacement
     later: bool = False  # without a DataLoader: these are not the first steps
     stream: bool = False  # `total` counts the samples of all epochs together
     shift: int = 0  # without a DataLoader: see shifted()
@@ -89,7 +86,7 @@ class Reads:
         every = sum(own, Counter())
         times, count = Counter(every.values()).most_common(1)[0]
         most = len(own) * max((x.workers for x in self.feeds), default=0)
-        known = self.index or self.pool or self.redrawn
+        known = self.index or self.pool
         if known or (1 < times <= most and count > 0.8 * len(every)):
             return False
         within = sum(map(pairs, chain(*(one.values() for one in own))))
@@ -264,8 +261,6 @@ def looped(job: Job) -> list[Reads]:
     """
     if any(one.loaded for one in job.of(Input)):
         raise NotJudged("no DataLoader feeds the steps of every rank")
-    if not draws_in_steps(job) and (found := redrawn(job)):
-        return [Reads(*found, False, index=False, redrawn=True)]
     lists = [[x.ids for x in one] for one in inputs(job)]
     ids = all(all(one) and len(before_a_repeat(one)) > 3 for one in lists)
     if not ids:

@@ -4,7 +4,7 @@ import re
 import sys
 import time
 from array import array
-from itertools import groupby
+from itertools import groupby, product
 
 from .event import Event
 from .loaders import Loaders, leaves
@@ -17,7 +17,6 @@ from .watcher import Watcher
 LOSSES = """cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss
     binary_cross_entropy binary_cross_entropy_with_logits""".split()
 LARGE = 2**20  # maximum size of an output or a loss
-COMPARES = 400  # maximum number of comparisons searched for predictions
 OTHER = re.compile(  # results that doctor does not recompute
     r"\b(\w*iou|dice|f1|(?:\w+_)?(?:auc|auroc|ap)|\w?map|bleu|rouge|recall|rewards?|returns?|scores?|"
     r"mae|mse|rmse|r2|psnr|ssim|fid|auprc|bpd|bpc|mrr|(?:ndcg|hits?|recall|r|p|map)@\d+)"
@@ -61,8 +60,8 @@ class Results(Watcher):
         self.waiting = []  # measured tensors to read later
         self.inside = []  # losses that a network computes itself
         self.guesses, self.tries = [], 0  # predicted classes that have no labels yet
-        self.compares = 0  # number of comparisons searched
-        self.known = {}  # line -> the predictions and operand that it compares
+        self.outputs = 0  # number of outputs measured
+        self.found = None  # the last output whose predictions the script compared
         self.others = 0  # number of printed lines with other results
 
     def hooks(self) -> None:
@@ -103,7 +102,8 @@ class Results(Watcher):
     def measure(self, what, source, values, weights, labels=None, **more) -> None:
         """Store tensors for read(); hits are elements of `values` that equal `labels`.
 
-        If `more` contains a tensor `sure` that is false, read() drops the entry.
+        If `more` contains a tensor `sure`, read() keeps the first entry of each output
+        for which it is true.
         """
         number = self.sources.setdefault(source, len(self.sources))
         batch = self.batch or {}
@@ -118,9 +118,11 @@ class Results(Watcher):
         """Read the stored tensors, and write their events."""
         waiting, self.waiting = self.waiting, []
         for fields, values, weights, labels in waiting:
-            if not fields.pop("sure", True):
-                self.known = {}  # lines may now compare different values
-                continue
+            if "sure" in fields:
+                sure, output = fields.pop("sure"), fields.pop("output")
+                if output == self.found or not sure:
+                    continue
+                self.found = output
             values = values.cpu()
             fields["skipped"] = int(fields.get("skipped", 0))
             if labels is not None:
@@ -146,6 +148,7 @@ class Results(Watcher):
 
     def on_output(self, network, outputs, batch) -> None:
         self.batch, self.guesses, self.tries = batch, [], 0
+        self.outputs += 1
         if not self.keeps():
             self.inside = []
             return
@@ -190,30 +193,18 @@ class Results(Watcher):
             if whole and operands[0].shape == operands[1].shape == result.shape[:1]:
                 self.measure("pairs", "pairs", operands[0], operands[1])
         self.tries += 1
-        frame = sys._getframe(3)
-        line = frame.f_code, frame.f_lineno
-        for which, guess in enumerate(self.guesses if self.tries < 7 else ()):
-            for number, one in enumerate(operands):
-                if one.numel() != guess.numel() or one.device != guess.device:
-                    continue
-                if len(result) != len(guess) or result.shape != one.shape:
-                    continue
-                if self.known.get(line, (which, number)) != (which, number):
-                    continue
+        guesses = self.guesses if self.tries < 7 and len(operands) == 2 else ()
+        for guess, (one, other) in product(guesses, (operands, operands[::-1])):
+            fits = one.numel() == guess.numel() and one.device == guess.device
+            if fits and len(result) == len(guess) and result.shape == one.shape:
                 sure = ~(one.reshape(-1) != guess.reshape(-1)).any()  # == is wrapped
-                if line not in self.known:  # the search waits for a GPU
-                    self.compares += 1
-                    if self.compares > COMPARES or not sure:
-                        continue
-                    self.known[line] = which, number
                 valid = torch.ones_like(result)
-                if len(operands) == 2 and operands[1 - number].shape == one.shape:
-                    valid = operands[1 - number] != -100
-                rows = (result & valid).reshape(len(guess), -1).sum(1)
-                weights = valid.reshape(len(guess), -1).sum(1)
-                self.measure("hits", self.source, rows, weights, sure=sure)
-                self.guesses = []
-                return
+                if other.shape == one.shape:
+                    valid = other != -100
+                both = result & valid, valid
+                counts = [x.reshape(len(guess), -1).sum(1) for x in both]
+                more = {"sure": sure, "output": self.outputs}
+                self.measure("hits", self.source, *counts, **more)
 
     def loss(self, call, /, *args, **kwargs):
         result = call(*args, **kwargs)

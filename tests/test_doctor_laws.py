@@ -439,24 +439,6 @@ def test_a_loader_that_reads_ahead_skips_nothing():
     assert not named(report(rank, steps=0))
 
 
-@pytest.mark.parametrize("kind", ["permuted", "again", "often", "in steps", "weighted"])
-def test_a_loop_that_draws_an_epoch_with_replacement(kind):
-    draws = random.Random(7)
-    order = [x for _ in range(2) for x in draws.sample(range(480), 480)]
-    if kind != "permuted":
-        counts = {"often": (0, 240), "weighted": (30, 640)}.get(kind, (0, 480))
-        weights = [1 + 5 * (n < counts[0]) for n in range(counts[1])]
-        order = draws.choices(range(counts[1]), weights, k=960)
-    lines = [Printed(text="loss 0.5", place="a.py:8", step=n) for n in (20, 40)]
-    if kind == "in steps":
-        own = {"name": "randint", "place": "a.py:5", "size": 12, "whole": True}
-        lines += [event(Drawn, n, **own, value=1) for n in range(40)]
-    found = report(*(loop(order[rank::2], 0) + lines for rank in (0, 1)))
-    assert named(found) == ({"left_out"} if kind == "again" else set())
-    told = "2 periods of 20 steps before a validation"
-    assert all(told in one.what for one in found.findings)
-
-
 @pytest.mark.parametrize("right", [True, False])
 def test_what_comes_again_on_each_rank_is_no_sample(right):
     """Such as discrete states; a graph, of which each rank uses other nodes in each step."""
@@ -553,17 +535,19 @@ def test_accuracies_and_what_they_belong_to_are_read_from_text():
         assert " ".join(one.split for one in results(text)) == splits
 
 
-def test_few_comparisons_wait_for_a_gpu():
-    """doctor assumes that a line that compared predicted classes once will do so again."""
-    watcher, classes = Results(), torch.arange(40)
+def test_comparisons_do_not_wait_for_a_gpu(monkeypatch):
+    """Only read() decides which comparison of an output has its predicted classes."""
+    watcher, classes, found = Results(), torch.arange(40), []
+    monkeypatch.setattr("doctor.results.recorder.write", found.append)
     with torch.no_grad():
-        for one in (classes, classes, classes + 1):
+        for output, one in enumerate((classes, classes + 1, classes)):
             watcher.guesses, watcher.tries, watcher.source = [classes], 0, "net"
-            watcher.equal(torch.eq, one, classes + 0.5)
-    sure = [bool(one[0]["sure"]) for one in watcher.waiting]
-    assert watcher.compares == 1 and watcher.known and sure == [True, True, False]
+            watcher.outputs = output
+            for labels in (one, classes.clone()):
+                watcher.equal(torch.eq, one, labels)
+    assert not found
     watcher.read()
-    assert not watcher.known
+    assert [sum(one.values) for one in found if one.what == "hits"] == [40, 0, 40]
 
 
 def test_records_of_a_job_without_steps_are_limited():

@@ -248,9 +248,6 @@ def mechanism(job: Job, one: Reads, later=False) -> tuple[str, str]:
         extra = f"; in most steps, sample {one.shift + 1} of a rank is another's first"
         mend = "Begin at rank * batch size, and in each step move by the batches of "
         return extra, f"{mend}all ranks (world_size * batch size)."
-    if one.redrawn:
-        mend = "Divide a permutation of all samples: order[rank::world_size]."
-        return ", as if they were drawn with replacement", mend
     if not one.feeds and later:
         mend = "The ranks no longer divide the same order: make each epoch's order "
         mend += "from the epoch's number, and shuffle a copy of a rank's part (NumPy's "
