@@ -204,18 +204,16 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
     first = need(feeds(job, number), "no DataLoader feeds the steps of every rank")
     own = job.processes[0].loader(number)
     same = all(one.data == first[0].data for one in first)
-    passes = [p.epochs for p in job.processes]
-    if number is not None:
-        passes = [
-            [x.epoch for x in p.of(Epoch) if x.loader == number] for p in job.processes
-        ]
+    passes = [
+        [x.epoch for x in p.of(Epoch) if x.loader == number] or p.epochs
+        for p in job.processes
+    ]
     epochs = [[*zip(job.processes, x, strict=True)] for x in zip(*passes, strict=False)]
     done = [all(p.whole(epoch, number) for p, epoch in one) for one in epochs]
     lists = [[p.batches(epoch, number) for p, epoch in one] for one in epochs]
-    again, samples = 0, own.samples
-    if own.stream and sum(done) > 1:
-        again = recurring([*compress(lists, done)])
-        samples = again
+    samples = own.samples
+    if own.stream:
+        samples = recurring([*compress(lists, done)])
     elif own.sampler not in PLAIN and not all(one.divides for one in first):
         samples = None  # the script's own sampler may choose a part of them
     elif all(one.part is not None for one in first):
@@ -223,9 +221,9 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
     before = lists
     lists, done = resumed(lists, done)
     for count, (batches, whole) in enumerate(zip(lists, done, strict=True)):
-        text = f"epoch {count}"
         if count == EPOCHS or (count == len(lists) - 1 > 0 and not whole):
             return
+        text = f"epoch {count}"
         ranks = [[x.indices for x in part] for part in batches]
         index = same and None not in chain(*ranks)
         if not index:
@@ -245,7 +243,7 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
             ranks,
             f"{text}, which a resume splits" if split else text,
             whole,
-            total=samples if index or again else None,
+            total=samples if index or own.stream else None,
             feeds=feeds(job, number, epochs[count][0][1]) or first,
             index=index,
             loader=number,
@@ -271,9 +269,7 @@ def looped(job: Job) -> list[Reads]:
     again = any(len(a) < len(b) for a, b in zip(ranks, lists, strict=True))
     early = before_a_repeat([[*chain(*row)] for row in zip(*lists, strict=False)])
     pool = len({*chain(*whole.all)})
-    if (
-        len({*chain(*early)}) > 0.75 * pool
-    ):  # ranks take turns with files: each reads all
+    if len({*chain(*early)}) > 0.75 * pool:  # each rank reads all files, in turns
         shortest = len(early)
     if shortest < 8 and whole.together()[0] > 0.9:  # one random draw for all ranks
         ranks, shortest = lists, end
