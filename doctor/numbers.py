@@ -113,21 +113,18 @@ def numbers(text: str) -> Iterator[Number]:
         after = AFTER.match(rest)
         if not kind and after and (total or percent):
             kind = "error" if after[1] == "wrong" else "accuracy"
+        value, number = float(digits), one[0].strip()
+        if kind and total:
+            yield Number(kind, value, 0, 1, int(total), split, number, before)
+        if not kind or total or BATCH.match(low[end:]):
+            continue  # BATCH: a batch's value, before the mean of all batches
         shares, places = kind in ("accuracy", "error", "top5"), digits.partition(".")[2]
-        value, gap = float(digits), 0.6 * 10 ** -len(places)
-        if not total and BATCH.match(low[end:]):
-            continue  # a batch's value, before the mean of all batches
-        if not kind or (
-            shares and not total and (value > 100 or not (places or percent))
-        ):
+        if shares and (value > 100 or not (places or percent)):
             continue  # a count
-        gap = 0.01 * value if "e" in digits else gap
+        gap = 0.01 * value if "e" in digits else 0.6 * 10 ** -len(places)
         gap = 0.99 if shares and not places else gap  # rounded or truncated
         scale = 100 if shares and (percent or value > 1) else 1
-        if total:
-            gap, scale = 0, 1
-        count = int(total) if total else None
-        yield Number(kind, value, gap, scale, count, split, one[0].strip(), before)
+        yield Number(kind, value, gap, scale, None, split, number, before)
 
 
 def others(text: str) -> Iterator[tuple[str, str]]:

@@ -278,9 +278,10 @@ def looped(job: Job) -> list[Reads]:
     shift = whole.shifted()
     lap = partial(Reads, whole=False, index=False, pool=pool, ids=ids, shift=shift)
     text = f"the first {shortest} inputs of the network"
-    found, size = [lap([x[:shortest] for x in ranks], text)], max(8, shortest)
+    found = [lap([x[:shortest] for x in ranks], text)]
     epochs = {*map(len, ranks)} == {shortest} and again
-    for start in range(shortest, end - 7, size):
+    size = shortest if epochs else max(8, shortest)
+    for start in range(shortest, end - min(8, size) + 1, size):
         own = [x[start : start + size] for x in lists]
         count = min(map(len, own))
         one = lap(own, f"steps {start + 1} to {start + count}")
