@@ -149,12 +149,12 @@ class Results(Watcher):
     def on_output(self, network, outputs, batch) -> None:
         self.batch, self.guesses, self.tries = batch, [], 0
         self.outputs += 1
+        inside, self.inside = self.inside, []
         if not self.keeps():
-            self.inside = []
             return
-        for where, values, weights in self.inside:
-            self.measure("loss", where, values, weights)
-        self.inside, source = [], ("network", id(network))
+        for one in inside:
+            self.measure("loss", *one)
+        source = "network", id(network)
         outputs = getattr(outputs, "logits", outputs)
         found = [one.detach() for one in leaves(outputs) if one.dim()]
         scores = [one for one in found if one.dim() == 2 and one.size(1) > 1]
@@ -181,19 +181,19 @@ class Results(Watcher):
 
     def equal(self, call, *args, **kwargs):
         result = call(*args, **kwargs)
-        if isinstance(result, torch.Tensor) and result.dim():
-            operands = [x for x in (*args, *kwargs.values()) if torch.is_tensor(x)]
+        operands = [x for x in (*args, *kwargs.values()) if torch.is_tensor(x)]
+        if isinstance(result, torch.Tensor) and result.dim() and len(operands) == 2:
             self.compared(result, operands)
         return result
 
     def compared(self, result, operands: list) -> None:
         """Measure hits if one operand is a tensor of predicted classes."""
-        if 30 < result.numel() < 20_000 and len(operands) == 2 and self.keeps():
+        if 30 < result.numel() < 20_000 and self.keeps():
             whole = not any(x.is_floating_point() or x.requires_grad for x in operands)
             if whole and operands[0].shape == operands[1].shape == result.shape[:1]:
                 self.measure("pairs", "pairs", operands[0], operands[1])
         self.tries += 1
-        guesses = self.guesses if self.tries < 7 and len(operands) == 2 else ()
+        guesses = self.guesses if self.tries < 7 else ()
         for guess, (one, other) in product(guesses, (operands, operands[::-1])):
             fits = one.numel() == guess.numel() and one.device == guess.device
             if fits and len(result) == len(guess) and result.shape == one.shape:
