@@ -152,12 +152,10 @@ def near_twins(job: Job) -> str:
         return ""  # inputs do not change
     whole = any(one.whole for own in lists for one in own)
     gap = (lambda a, b: sum(map(ne, a, b))) if whole else dist
-    batches, lists, found = min(map(len, lists)), lists[:4], []
-    if message := shared_batches(lists, gap):
-        return message
+    batches, found = min(map(len, lists)), []
     for part in (batches // 4, 2 * batches // 5, batches):  # epochs are not known
         ranks = []
-        for own in lists:
+        for own in lists[:4]:
             steps = enumerate(own[:part])
             few = [(k, n, x) for k, one in steps for n, x in enumerate(one.few)]
             ranks.append(few[: 400 if whole else 800])
@@ -169,35 +167,6 @@ def near_twins(job: Job) -> str:
     same = " in the same step" * (there >= 0.9)
     text = f"about {share:.0%} of a rank's inputs are also read by another rank{same}, "
     return f"{text}and then changed at random ({errors:.0f} standard errors)"
-
-
-def shared_batches(lists: list[list[Input]], gap) -> str:
-    """Return a message if ranks read the same batches, changed at random, else "".
-
-    Each sample of such a batch is closer to the one at the same position in the other
-    batch than to all others in its own batch. The epoch ends when a rank reads one of
-    its own batches again.
-    """
-    end, again, earlier = min(map(len, lists)), [], []
-    rows = [(k, n, x.few) for n, own in enumerate(lists) for k, x in enumerate(own)]
-    for step, rank, few in sorted(rows):
-        least = [min((gap(x, y) for y in few if y is not x), default=0) for x in few]
-        same = set()
-        for number, other in earlier if len(few) > 7 else ():
-            if len(few) == len(other):
-                trios = zip(few, other, least, strict=True)
-                near = sum(gap(x, y) < 0.6 * most for x, y, most in trios)
-                same |= {number} if near > 0.8 * len(few) else set()
-        if step == end or rank in same:
-            end = step
-            break
-        again += [step] * bool(same)
-        earlier.append((rank, few))
-    count = sum(step < end for step in again)
-    if not 4 <= count <= 0.7 * len(lists) * (end - again[0]):
-        return ""
-    text = f"in the first {end} steps, {count} of {len(lists) * end} batches have "
-    return f"{text}the samples of another rank's batch, changed at random"
 
 
 def neighbours(one: list[tuple], other: list[tuple], gap) -> tuple:

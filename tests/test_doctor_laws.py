@@ -393,24 +393,6 @@ def test_a_label_that_is_constant_on_each_rank(tensor, spread):
     assert named(report(*ranks, steps=0)) == ({"ranks_differ"} if apart else set())
 
 
-@pytest.mark.parametrize("kind", ["alone", "shared", "next epoch"])
-def test_batches_that_stay_together_and_are_changed_at_random(kind):
-    """Before an epoch ends, no other rank reads a rank's batch; then, all of them come again."""
-    draws = random.Random(4)
-    data = [[[draws.random() for _ in range(12)] for _ in range(8)] for _ in range(24)]
-    ranks = []
-    for rank in range(2):
-        order = draws.sample(range(24), 12) if kind == "shared" else range(rank, 24, 2)
-        order = [*order] + [*range(1 - rank, 24, 2)] * (kind == "next epoch")
-        own = loop([0] * 12 * len(order))
-        for one, k in zip(own, order, strict=True):
-            one.few = [[x + 0.02 * draws.random() for x in row] for row in data[k]]
-            one.rows = array("q", [draws.getrandbits(50) for _ in one.few])
-        ranks.append(own)
-    wanted = {"left_out"} if kind == "shared" else set()
-    assert named(report(*ranks, steps=24)) == wanted
-
-
 @pytest.mark.parametrize(("again", "wanted"), [(1, set()), (3, {"skipped_again"})])
 def test_batches_that_later_epochs_skip_after_a_resume(again, wanted):
     rank, step, number = [], 0, 0
