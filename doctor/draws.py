@@ -197,16 +197,6 @@ def same_draws(job: Job) -> tuple[dict[str, Same], int]:
     return found, differ
 
 
-def draws_in_steps(job: Job) -> bool:
-    """Return whether steps draw random numbers other than floats from PyTorch."""
-    process = job.processes[0]
-    scans = [{*one.states} for one in process.of(Own)[:2]]
-    if len(scans) > 1 and scans[0] - scans[1]:
-        return True
-    drawn = {one.step for one in process.of(Drawn) if one.whole}
-    return len(drawn) > len({one.step for one in process.of(Input)}) / 2
-
-
 def other_orders(job: Job, least: int) -> str:
     """Return a line that draws different permutations on the ranks, or "" for none."""
     for row in job.rows(Drawn):

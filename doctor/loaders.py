@@ -47,7 +47,6 @@ class Batch(Event, limit=100_000):
     indices: array | None  # the samples' indices in the dataset inside all subsets
     labels: array | None  # the batch's only tensor (N,) of integers
     rows: array | None  # a hash of each sample's contents
-    ids: array | None = None  # a stream's integers that are distinct in the batch
     marks: array | None = None  # a hash of each sample's integers, in a stream
 
 
@@ -196,27 +195,23 @@ class Loaders(Watcher):
             return
         tensors = [one for one in leaves(batch) if one.dim()]
         tensors = [one for one in tensors if len(one) == len(tensors[0])]
-        labels = [x for x in tensors if x.dim() == 1 and not x.is_floating_point()]
-        ids = [array("q", x.tolist()) for x in labels] if own.stream else []
-        marks = array("q", map(digest, *ids)) if ids else None
-        ids = next((x for x in ids if len({*x}) == len(x)), None)
-        labels = labels[0] if len(labels) == 1 else None
-        found = {**own.which, "number": own.batches}
-        numbers, indices = index if isinstance(index, (list, tuple)) else [None], None
+        integers = [x for x in tensors if x.dim() == 1 and not x.is_floating_point()]
+        labels = integers[0] if len(integers) == 1 else None
+        values = None if labels is None else array("q", labels.tolist())
+        marks = indices = rows = None
+        if own.stream and integers:
+            marks = array("q", map(digest, *(x.tolist() for x in integers)))
+        numbers = index if isinstance(index, (list, tuple)) else [None]
         if not own.stream and all(hasattr(one, "__index__") for one in numbers):
             for subset in subsets:
                 numbers = [subset[i] for i in numbers]
             indices = array("q", map(int, numbers))
-        rows = None
         fits = indices is None or (tensors and len(tensors[0]) == len(indices))
         if tensors and fits and (recorder.watching or indices is None):
-            columns = zip(*map(hashes, tensors), strict=True)
-            rows = array("q", [digest(one) for one in columns])
-        values = None if labels is None else array("q", labels.tolist())
-        event = Batch(**found, indices=indices, labels=values, rows=rows, ids=ids)
-        event.marks = marks
-        recorder.write(event)
-        read = {**found, "labels": labels, "indices": indices, "used": False}
+            rows = array("q", map(digest, *map(hashes, tensors)))
+        found = {**own.which, "number": own.batches, "indices": indices}
+        recorder.write(Batch(**found, labels=values, rows=rows, marks=marks))
+        read = {**found, "labels": labels, "used": False}
         own.reads.append(read)
         tell("on_batch", own, {**read, "tensors": tensors}, seconds)
 

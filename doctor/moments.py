@@ -174,31 +174,28 @@ class Moments(Watcher):
                 self.handles.pop().remove()
 
     def count_step(self, optimizer) -> None:
+        current = Loaders.here.current
         if recorder.timing:
-            self.write_step(optimizer)
-        if Loaders.here.current:
-            Loaders.here.current.steps += 1
+            own = weights(optimizer) if optimizer else []
+            key = tuple(map(id, own))
+            if key not in self.digests:
+                self.digests[key] = digest([self.name(one) for one in own])
+            groups = optimizer.param_groups if optimizer else []
+            step = Step(
+                optimizer=self.optimizers.setdefault(id(optimizer), recorder.step),
+                which=self.digests[key],
+                rates=[float(one["lr"]) for one in groups],
+                threads=torch.get_num_threads(),
+                loader=current and current.loader,
+                epoch=current and current.epoch,
+                place=place(),
+                by_hand=optimizer is None,
+                watched=recorder.watching,
+            )
+            recorder.write(step)
+        if current:
+            current.steps += 1
         recorder.step += 1
-
-    def write_step(self, optimizer) -> None:
-        own, current = weights(optimizer) if optimizer else [], Loaders.here.current
-        known = tuple(self.known.get(id(weight), (None,))[0] for weight in own)
-        if known not in self.digests:
-            named = [self.name(one) for one in own if id(one) in self.names]
-            self.digests[known] = digest(known, named)
-        first = self.optimizers.setdefault(id(optimizer), recorder.step)
-        step = Step(
-            optimizer=first,
-            which=self.digests[known],
-            rates=[float(x["lr"]) for x in optimizer.param_groups] if optimizer else [],
-            threads=torch.get_num_threads(),
-            loader=current and current.loader,
-            epoch=current and current.epoch,
-            place=place(),
-            by_hand=optimizer is None,
-            watched=recorder.watching,
-        )
-        recorder.write(step)
 
     def trained(self) -> list:
         """Return all networks' weights, for a script without an optimizer."""

@@ -2,19 +2,17 @@
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import field
-from itertools import accumulate, combinations, pairwise
-from math import dist, exp
-from operator import ne
+from itertools import accumulate, combinations
+from math import dist
+from operator import itemgetter, ne
 
 from .event import Event
 from .job import Job
-from .law import NotJudged, need
+from .law import need
 from .loaders import Loaders
 from .moments import Moments
 from .record import recorder, torch
-from .results import Measured, Printed
 from .sample import digest, hashes, positions
 from .watcher import Watcher
 
@@ -148,65 +146,27 @@ def near_twins(job: Job) -> str:
     If the ranks share no samples, an input's nearest neighbour is as likely to be on
     its own rank as on another rank.
     """
-    lists, worst = inputs(job), (0.0, 0.0, 0.0, 0.0)
+    lists = inputs(job)
     rows = [x for own in lists for one in own for x in one.rows]
     if len({*rows}) < 0.5 * len(rows):
         return ""  # inputs do not change
     whole = any(one.whole for own in lists for one in own)
     gap = (lambda a, b: sum(map(ne, a, b))) if whole else dist
-    if copies := copied(lists[:4], gap):
-        return shared_batches(copies, [*map(len, lists[:4])])
-    batches = min(map(len, lists))
+    batches, found = min(map(len, lists)), []
     for part in (batches // 4, 2 * batches // 5, batches):  # epochs are not known
         ranks = []
-        for rows in lists[:4]:
-            steps = enumerate(rows[:part])
-            own = [(k, n, x) for k, one in steps for n, x in enumerate(one.few)]
-            ranks.append(own[: 400 if whole else 800])
-        for other in ranks[1:]:
-            if min(len(ranks[0]), len(other)) >= 100 and part > 7:
-                found = neighbours(ranks[0], other, gap)
-                worst = max(worst, found, key=lambda x: x[1])
-    share, errors, there, near = worst
+        for own in lists[:4]:
+            steps = enumerate(own[:part])
+            few = [(k, n, x) for k, one in steps for n, x in enumerate(one.few)]
+            ranks.append(few[: 400 if whole else 800])
+        if part > 7 and min(map(len, ranks)) >= 100:
+            found += [neighbours(ranks[0], other, gap) for other in ranks[1:]]
+    share, errors, there, near = max(found, key=itemgetter(1), default=(0, 0, 0, 0))
     if errors < 5 or share < 0.15 or near > 0.5 and there < 0.9:
         return ""  # neighbours in time, such as frames, may be on different ranks
     same = " in the same step" * (there >= 0.9)
     text = f"about {share:.0%} of a rank's inputs are also read by another rank{same}, "
     return f"{text}and then changed at random ({errors:.0f} standard errors)"
-
-
-def copied(lists: list[list[Input]], gap) -> list[tuple]:
-    """Return pairs of batches with the same samples, each changed at random.
-
-    Each sample of such a batch is closer to the one at the same position in the other
-    batch than to all others in its own batch. Pairs have the later (step, rank) first.
-    """
-    found, ranges = [], {}
-    rows = [(k, n, x.few) for n, own in enumerate(lists) for k, x in enumerate(own)]
-    for k, n, few in sorted(rows):
-        least = [min((gap(x, y) for y in few if y is not x), default=0) for x in few]
-        for key, other in ranges.items() if len(few) > 7 else ():
-            if len(other) == len(few):
-                pairs = zip(few, other, least, strict=True)
-                near = sum(gap(x, y) < 0.6 * most for x, y, most in pairs)
-                found += [((k, n), key)] * (near > 0.8 * len(few))
-        ranges[k, n] = few
-    return found
-
-
-def shared_batches(copies: list[tuple], steps: list[int]) -> str:
-    """Return a message if ranks read the same batches before an epoch ends, else "".
-
-    After an epoch, nearly all batches repeat earlier ones, even their own rank's.
-    """
-    own = [later[0] for later, first in copies if later[1] == first[1]]
-    end = min(own + steps)
-    again = {later for later, _ in copies if later[0] < end}
-    rest = len(steps) * (end - min((k for k, _ in again), default=end))
-    if len(again) < 4 or len(again) > 0.7 * rest:
-        return ""
-    text = f"in the first {end} steps, {len(again)} of {len(steps) * end} batches have "
-    return f"{text}the samples of another rank's batch, changed at random"
 
 
 def neighbours(one: list[tuple], other: list[tuple], gap) -> tuple:
@@ -231,72 +191,6 @@ def neighbours(one: list[tuple], other: list[tuple], gap) -> tuple:
     excess = wins / count - chance
     most = sum(count for _, count in apart.most_common(3))
     return excess / (1 - chance), excess / error, there / wins, most / wins
-
-
-def named(job: Job, loader: int | None) -> set[int]:
-    """Return the numbers that identify a stream's samples, or an empty set."""
-    found, contents = set(), {}
-    for process in job.processes:
-        number = process.training if loader is None else loader
-        for epoch in process.epochs if loader is None else ():
-            own = set()
-            for one in process.batches(epoch, number):
-                if one.ids is None or own & {*one.ids}:
-                    return set()
-                own |= {*one.ids}
-                for sample, row in zip(one.ids, one.rows or (), strict=False):
-                    contents.setdefault(sample, []).append(row)
-            found |= own
-    again = [x for x in contents.values() if len(x) > 1]
-    alike = sum(len({*x}) == 1 for x in again)
-    return found if len(again) > 20 and alike > 0.9 * len(again) else set()
-
-
-def periods(job: Job) -> Iterator[list[tuple[int, int]]]:
-    """Yield lists of equal periods, as (start, end), between validations or prints."""
-    process = job.processes[0]
-    lines = {"": {one.after for one in process.of(Measured) if not one.trains}}
-    for one in process.of(Printed):
-        lines.setdefault(one.place, set()).add(one.step)
-    last = max(one.step for one in process.of(Input))
-    for steps in lines.values():
-        pairs = [*pairwise(sorted({0} | {x for x in steps if x <= last + 1}))]
-        if pairs and len({end - start for start, end in pairs}) == 1:
-            yield pairs
-
-
-def redrawn(job: Job) -> tuple[list[list[list[int]]], str] | None:
-    """Return what ranks read in a period, and when, if they sample with replacement.
-
-    If a period has as many draws as samples, about 1/e of the samples are never drawn,
-    and about 1/e are drawn exactly once.
-
-    Raises:
-        NotJudged: some samples are drawn more often than others in several periods,
-            apparently on purpose.
-    """
-    number = inputs(job)[0][0].network
-    lists = [[x for x in p.of(Input) if x.network == number] for p in job.processes]
-    for pairs in periods(job):
-        found, counts = [], []
-        for start, end in pairs:
-            own = [[x.rows for x in one if start <= x.step < end] for one in lists]
-            reads = Counter(x for one in own for batch in one for x in batch)
-            count, single = reads.total(), sum(n == 1 for n in reads.values())
-            unread = abs(len(reads) - count * (1 - exp(-1)))
-            alone = abs(single - count * exp(-1))
-            # At most 3.2 standard errors
-            if count > 400 and unread**2 < 0.97 * count and alone**2 < 2.3 * count:
-                found.append(own)
-                counts.append(reads)
-        if len(found) == len(pairs):
-            rows = [(a, b) for a, b in pairwise(counts) if a != b]
-            more = sum(sum(a[x] * b[x] for x in a) - b.total() for a, b in rows)
-            if more > 3 * (3 * sum(b.total() for _, b in rows)) ** 0.5:
-                raise NotJudged("the script draws some samples more often than others")
-            when = f"each of {len(pairs)} periods of {pairs[0][1]} steps before a "
-            return found[0], f"{when}validation or a print"
-    return None
 
 
 def recurring(epochs: list) -> int:

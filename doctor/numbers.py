@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import accumulate, chain, zip_longest
 from math import exp
 from statistics import fmean
 
@@ -96,53 +96,35 @@ def results(text: str) -> list[Number]:
 
 def numbers(text: str) -> Iterator[Number]:
     """Yield the numbers in a line that may be accuracies, error rates or losses."""
-    if BAR.search(text):
-        return
-    kind, end, low, names, turn = "", 0, text.lower(), [], 0
+    kind, split, end, low = "", "", 0, "" if BAR.search(text) else text.lower()
     found = [x for x in NUMBER.finditer(low) if "." in x[1] or x[2] or x[4]]
-    for number, one in enumerate(found):
-        before = low[end : one.start()]
-        until = found[number + 1].start() if number + 1 < len(found) else len(low)
-        after, end = AFTER.match(low[one.end() : until]), one.end()
-        ends = {k: [m.end() for m in re.finditer(p, before)] for k, p in KINDS.items()}
-        ends = {k: max(found) for k, found in ends.items() if found}
-        own = max(ends, key=ends.__getitem__) if ends else ""
-        bare = not re.search("[a-z]", NEUTRAL.sub("", before))
-        turn = turn + 1 if bare else 0
-        if known := SPLITS.findall(before):
-            names, turn = known[-2:] if BOTH.search(before) else known[-1:], 0
-        follows = until < len(low) and not re.search("[a-z]", low[one.end() : until])
-        if both := len(names) == 2:  # as in "Train/Val loss 0.3 0.4"
-            split = names[turn % 2] if turn or follows else ""
-        else:
-            split = names[0] if names else ""
-        split = split if split in ("", "train") else "val"
+    for one, following in zip_longest(found, found[1:]):
+        before, end = low[end : one.start()], one.end()
+        rest = low[end : following.start() if following else None]
         digits, _, total, percent = one.groups()
-        fraction = total is not None
-        inherits = kind if bare and (before.strip() or percent or both) else ""
-        if fraction and "(" not in before:
-            inherits = ""
-        kind = own or inherits
-        if BATCH.match(low[one.end() :]) and not fraction:
-            continue  # a batch's value, before the mean of all batches
-        if not kind and after and (fraction or percent):
+        named = [(x.end(), k) for k, p in KINDS.items() for x in re.finditer(p, before)]
+        if known := SPLITS.findall(before):
+            split = "train" if known[-1] == "train" else "val"
+            split = "any" if BOTH.search(before) else split  # "Train/Val loss 0.3 0.4"
+        inherits = "(" in before if total else before.strip() or percent
+        inherits = inherits or (split == "any" and not total)
+        if named or not inherits or re.search("[a-z]", NEUTRAL.sub("", before)):
+            kind = max(named, default=(0, ""))[1]
+        after = AFTER.match(rest)
+        if not kind and after and (total or percent):
             kind = "error" if after[1] == "wrong" else "accuracy"
-        if not kind:
-            continue
-        value, places = float(digits), len(digits.partition(".")[2].partition("e")[0])
-        if fraction:
-            yield Number(kind, value, 0, 1, int(total), split, one[0].strip(), before)
-            continue
-        gap = 0.6 * 10**-places if "e" not in digits else 0.01 * value
-        shares = kind in ("accuracy", "error", "top5")
+        value, number = float(digits), one[0].strip()
+        if kind and total:
+            yield Number(kind, value, 0, 1, int(total), split, number, before)
+        if not kind or total or BATCH.match(low[end:]):
+            continue  # BATCH: a batch's value, before the mean of all batches
+        shares, places = kind in ("accuracy", "error", "top5"), digits.partition(".")[2]
+        if shares and (value > 100 or not (places or percent)):
+            continue  # a count
+        gap = 0.01 * value if "e" in digits else 0.6 * 10 ** -len(places)
+        gap = 0.99 if shares and not places else gap  # rounded or truncated
         scale = 100 if shares and (percent or value > 1) else 1
-        if shares and not places:
-            if not percent:
-                continue  # a count
-            gap = 0.99  # rounded or truncated
-        if value > 100 and shares:
-            continue
-        yield Number(kind, value, gap, scale, None, split, one[0].strip(), before)
+        yield Number(kind, value, gap, scale, None, split, number, before)
 
 
 def others(text: str) -> Iterator[tuple[str, str]]:
@@ -182,7 +164,7 @@ class Group:
 
     def began(self, rank: int) -> float:
         """Return when a rank (or else any rank) measured its first batch."""
-        return min(self.times.get(rank) or [*chain(*self.times.values())])
+        return min(self.times.get(rank) or chain(*self.times.values()))
 
     def running(self, rank: int, moment: float) -> bool:
         """Return whether a rank measured batches both before and after this moment."""
@@ -192,9 +174,7 @@ class Group:
     def added(self, rank: int | None = None) -> tuple[float, float]:
         """Return the sums of values and of weights, for one rank or (None) for all."""
         own = self.ranks.values() if rank is None else [self.ranks[rank]]
-        rows = [*chain(*own)]
-        tops, bottoms = (sum(sum(row[n]) for row in rows) for n in (0, 1))
-        return tops, bottoms
+        return pair(sums(chain(*own)))
 
     def once(self) -> dict:
         """Return the sum and weight of each distinct sample."""
@@ -209,10 +189,9 @@ class Group:
         once = self.once()
         found = [pair(once.values())]
         own = {key for row in self.ranks.get(rank, ()) for key in row[2]}
-        if len(own) == len(once):  # each rank validates on all samples
+        alone = re.search(rf"\brank\W{{0,3}}{rank}\b|^\W*{rank}\]", line, re.I)
+        if own and (alone or len(own) == len(once)):  # or it validates on all samples
             found.append(self.added(rank))
-        if re.search(rf"\brank\W{{0,3}}{rank}\b|^\W*{rank}\]", line, re.I):
-            found.append(self.added(rank)) if rank in self.ranks else None
         if self.trains:
             found += self.averages(rank)
         return [(top * self.parts, bottom) for top, bottom in found]
@@ -221,9 +200,9 @@ class Group:
         """Yield averages in a training pass, over one rank's batches and over all."""
         own = [self.ranks[rank]] if rank in self.ranks else []
         for rows in (*own, [*chain(*self.ranks.values())]):
-            yield pair([(sum(v), sum(w)) for v, w, _ in rows])
-            sums = [*accumulate(reversed(means(rows)))]  # of the last batches
-            yield from ((total, count) for count, total in enumerate(sums, 1))
+            yield pair(sums(rows))
+            last = accumulate(reversed(means(rows)))  # of the last batches
+            yield from ((total, count) for count, total in enumerate(last, 1))
         yield fmean(means([rows[-1] for rows in self.ranks.values()])), 1
 
     def wrong(self, earlier: list["Group"]) -> Iterator[tuple]:
@@ -271,9 +250,14 @@ class Group:
                 yield f"{name}, of rank {rank} only", RESET, *pair([*rows, own[rank]])
 
 
-def means(rows: list[tuple]) -> list[float]:
+def sums(rows: Iterable[tuple]) -> list[tuple[float, float]]:
+    """Return the sums of each batch's values and weights."""
+    return [(sum(values), sum(weights)) for values, weights, _ in rows]
+
+
+def means(rows: Iterable[tuple]) -> list[float]:
     """Return the mean of each batch."""
-    return [sum(v) / (sum(w) or 1) for v, w, _ in rows]
+    return [top / (bottom or 1) for top, bottom in sums(rows)]
 
 
 def pair(values: Iterable[tuple[float, float]]) -> tuple[float, float]:

@@ -5,11 +5,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import combinations, pairwise, permutations
+from itertools import chain, combinations, compress, pairwise, permutations
 from operator import eq
 from statistics import fmean
 
-from .draws import draws_in_steps
 from .event import Event
 from .job import Job
 from .law import NotJudged, need
@@ -19,13 +18,12 @@ from .neighbours import (
     before_a_repeat,
     first_lap,
     inputs,
-    named,
     recurring,
-    redrawn,
     resumed,
 )
 
 EPOCHS = 20  # maximum number of epochs to judge
+PLAIN = "RandomSampler", "SequentialSampler"
 MORE = 0.02  # it is a breach if a larger share of samples is repeated or left out
 
 
@@ -58,7 +56,6 @@ class Reads:
     pool: int = 0  # without a DataLoader: number of distinct samples in all steps
     resumed: bool = False  # a resumed run read the epoch in two passes
     ids: bool = False  # without a DataLoader: the inputs are samples' indices
-    redrawn: bool = False  # without a DataLoader: sampled with replacement
     later: bool = False  # without a DataLoader: these are not the first steps
     stream: bool = False  # `total` counts the samples of all epochs together
     shift: int = 0  # without a DataLoader: see shifted()
@@ -66,12 +63,12 @@ class Reads:
     @property
     def all(self) -> list[list[int]]:
         """The samples of each rank."""
-        return [[x for batch in one for x in batch] for one in self.ranks]
+        return [[*chain(*one)] for one in self.ranks]
 
     @property
     def batch(self) -> int:
         """The number of samples in the largest batch."""
-        return max((len(x) for one in self.ranks for x in one), default=0)
+        return max(map(len, chain(*self.ranks)), default=0)
 
     @property
     def slack(self) -> int:
@@ -85,34 +82,28 @@ class Reads:
         If they do, there are few distinct contents, as with discrete states. Return
         False if workers or ranks read all samples equally often.
         """
-        own, every = [Counter(one) for one in self.all], Counter()
-        for one in own:
-            every += one
-        within = sum(n * (n - 1) for one in own for n in one.values())
-        chances = sum(n * (n - 1) for n in map(len, self.all))
-        across = sum(n * (n - 1) for n in every.values()) - within
-        others = every.total() * (every.total() - 1) - chances
+        own = [Counter(one) for one in self.all]
+        every = sum(own, Counter())
         times, count = Counter(every.values()).most_common(1)[0]
         most = len(own) * max((x.workers for x in self.feeds), default=0)
-        known = self.index or self.pool or self.redrawn
+        known = self.index or self.pool
         if known or (1 < times <= most and count > 0.8 * len(every)):
             return False
+        within = sum(map(pairs, chain(*(one.values() for one in own))))
+        across = sum(map(pairs, every.values())) - within
+        chances = sum(pairs(one.total()) for one in own)
+        others = pairs(every.total()) - chances
         return 0.4 < within * others / max(1, chances * across) < 2.5
 
     def stays(self) -> bool:
         """Return whether inputs are as alike in different steps as in the same step."""
-        alike = []
-        for shift in (0, 1):
-            pairs = [(a, b[shift:]) for a, b in combinations(self.ranks[:8], 2)]
-            rows = [[shared(*x) for x in zip(*pair, strict=False)] for pair in pairs]
-            alike.append(max((fmean(row) for row in rows if row), default=0))
-        return alike[0] > 0.3 and alike[1] > 0.8 * alike[0]
+        now, later = self.together()
+        return later > 0.8 * now > 0
 
     def computed(self) -> bool:
         """Return whether inputs recur within a loop's batches, as game states do."""
-        lists = [x for one in self.ranks for x in one]
-        repeats = sum(len(x) - len({*x}) for x in lists)
-        return self.pool > 0 and repeats > MORE * sum(map(len, lists))
+        repeats = sum(len(x) - len({*x}) for x in chain(*self.ranks))
+        return self.pool > 0 and repeats > MORE * sum(map(len, self.all))
 
     def random(self) -> bool:
         """Return whether random draws on each rank may share as many samples.
@@ -146,36 +137,37 @@ class Reads:
         """
         found = []
         for shift in (0, 1):
-            shares = [0.0]
-            for one, other in combinations(self.ranks[:8], 2):
-                pairs = [*zip(one, other[shift:], strict=False)]
-                alike = sum(shared(a, b) > least for a, b in pairs)
-                shares.append(alike / max(1, len(pairs)))
-            found.append(max(shares))
+            ranks = combinations(self.ranks[:8], 2)
+            rows = [[*map(shared, one, other[shift:])] for one, other in ranks]
+            shares = [fmean(x > least for x in row) for row in rows if row]
+            found.append(max(shares, default=0))
         return tuple(found)
 
     def read_by_all(self) -> bool:
         """Return whether each rank reads every sample."""
-        both = set.intersection(*({*one} for one in self.all))
+        both = set.intersection(*map(set, self.all))
         return len(both) >= 0.99 * (self.total or 10**12)
 
     def numbers(self) -> dict[str, int]:
         """Return counts of samples; repeats in the last batches are not counted."""
-        reads = [x for one in self.all for x in one]
-        inner = [[x for batch in one[:-1] for x in batch] for one in self.ranks]
+        inner = [[*chain(*one[:-1])] for one in self.ranks]
         inner = inner if self.whole and all(inner) else self.all
-        ranks = Counter(x for one in inner for x in {*one})
-        found = {"read": len(reads), "distinct": len({*reads})}
-        found["ranks"] = sum(count > 1 for count in ranks.values())
-        found["within"] = sum(len(one) - len({*one}) for one in inner)
-        found["again"] = found["ranks"] + found["within"]
-        found["missing"] = (self.total or 0) - len({*reads}) if self.whole else 0
-        return found
+        own, every = [{*one} for one in inner], [*chain(*self.all)]
+        ranks = sum(count > 1 for count in Counter(chain(*own)).values())
+        within, distinct = sum(map(len, inner)) - sum(map(len, own)), len({*every})
+        missing = (self.total or 0) - distinct if self.whole else 0
+        found = {"read": len(every), "distinct": distinct, "missing": missing}
+        return found | {"ranks": ranks, "within": within, "again": ranks + within}
 
 
 def shared(one: list[int], other: list[int]) -> float:
     """Return the share of samples that are in both batches."""
     return len({*one} & {*other}) / max(1, min(len({*one}), len({*other})))
+
+
+def pairs(count: int) -> int:
+    """Return the number of ordered pairs of different things."""
+    return count * (count - 1)
 
 
 def feeds(job: Job, number: int | None = None, epoch: int = 0) -> list[Feed]:
@@ -194,60 +186,50 @@ def interleaved(job: Job) -> tuple[list[int], list[int]]:
     """
     found, again = [], []
     for process in job.processes:
-        steps, fed, line = {}, set(), process.loader()
+        passes, fed, line = {}, set(), process.loader().place
         for one in process.of(Batch):
-            steps.setdefault((one.loader, one.epoch), set()).add(one.step)
-            fed |= {one.step} if one.loader == process.training else set()
-        own = {key[0]: own for key, own in steps.items() if len(own) > 2}
-        own.pop(process.training, None)
-        lines = {number: process.loader(number).place for number in own}
-        later = {x for x, y in own.items() if not y & fed and lines[x] == line.place}
-        again.append(later)
-        found.append({*own} - later)
+            if one.loader == process.training:
+                fed.add(one.step)
+            else:
+                passes.setdefault((one.loader, one.epoch), set()).add(one.step)
+        steps = {number: own for (number, _), own in passes.items() if len(own) > 2}
+        same = {x for x in steps if process.loader(x).place == line}
+        again.append({x for x in same if not steps[x] & fed})
+        found.append({*steps} - again[-1])
     return sorted(set.intersection(*found)), sorted(set.union(*again))
 
 
 def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
     """Yield the samples of each epoch of a loader (by default, the training loader)."""
-    loader = number
-    first = need(feeds(job, loader), "no DataLoader feeds the steps of every rank")
+    first = need(feeds(job, number), "no DataLoader feeds the steps of every rank")
+    own = job.processes[0].loader(number)
     same = all(one.data == first[0].data for one in first)
-    own = job.processes[0].loader(loader)
+    passes = [
+        [x.epoch for x in p.of(Epoch) if x.loader == number] or p.epochs
+        for p in job.processes
+    ]
+    epochs = [[*zip(job.processes, x, strict=True)] for x in zip(*passes, strict=False)]
+    done = [all(p.whole(epoch, number) for p, epoch in one) for one in epochs]
+    lists = [[p.batches(epoch, number) for p, epoch in one] for one in epochs]
     samples = own.samples
-    if all(one.part is not None for one in first):
-        samples = len({x for one in first for x in one.part})
-    plain = own.sampler in ("RandomSampler", "SequentialSampler")
-    if not (plain or all(one.divides for one in first)):
+    if own.stream:
+        samples = recurring([*compress(lists, done)])
+    elif own.sampler not in PLAIN and not all(one.divides for one in first):
         samples = None  # the script's own sampler may choose a part of them
-    lists = [process.epochs for process in job.processes]
-    if loader is not None:
-        passes = [[x for x in p.of(Epoch) if x.loader == loader] for p in job.processes]
-        lists = [[one.epoch for one in own] for own in passes]
-    epochs = [*zip(*lists, strict=False)]
-    if len({*map(len, lists)}) > 1:  # a rank has no steps
-        both = sorted(set.intersection(*map(set, lists)))
-        epochs = [[number] * len(lists) for number in both]
-    pairs = [[*zip(job.processes, one, strict=True)] for one in epochs]
-    done = [all(p.whole(epoch, loader) for p, epoch in one) for one in pairs]
-    lists = [[p.batches(epoch, loader) for p, epoch in one] for one in pairs]
-    ids = named(job, loader) if own.stream else set()
-    again = 0
-    if sum(done) > 1 and own.stream:
-        again = recurring([x for x, whole in zip(lists, done, strict=True) if whole])
-        samples = len(ids) or again or samples
+    elif all(one.part is not None for one in first):
+        samples = len({*chain(*(one.part for one in first))})
     before = lists
     lists, done = resumed(lists, done)
-    for number, (batches, whole) in enumerate(zip(lists, done, strict=True)):
-        text = f"epoch {number}"
-        if number == EPOCHS or (number == len(lists) - 1 > 0 and not whole):
+    for count, (batches, whole) in enumerate(zip(lists, done, strict=True)):
+        if count == EPOCHS or (count == len(lists) - 1 > 0 and not whole):
             return
-        one = pairs[min(number, len(pairs) - 1)]
-        ranks = [[x.ids if ids else x.indices for x in part] for part in batches]
-        index = (same or bool(ids)) and not any(x is None for y in ranks for x in y)
+        text = f"epoch {count}"
+        ranks = [[x.indices for x in part] for part in batches]
+        index = same and None not in chain(*ranks)
         if not index:
             ranks = [[x.rows for x in part] for part in batches]
-        if not all(ranks) or any(x is None for part in ranks for x in part):
-            if number:
+        if not all(ranks) or None in chain(*ranks):
+            if count:
                 return
             raise NotJudged("the samples of the batches are not known")
         if not whole:
@@ -256,16 +238,18 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
             shortest = min(shortest, first_lap(ranks, own.samples if index else 0))
             ranks = [x[:shortest] for x in ranks]
             text = f"{shortest} batches of {text}"
-        used = []
-        for process, epoch in one:
-            key = process.training if loader is None else loader, epoch
-            used += [x for x in process.of(Feed) if (x.loader, x.epoch) == key]
-        total = samples if index or again else None
-        found = Reads(ranks, text, whole, total, used, index)
-        found.loader, found.stream = loader, own.stream
-        if batches not in before:
-            found.resumed, found.text = True, f"{text}, which a resume splits"
-        yield found
+        split = batches not in before
+        yield Reads(
+            ranks,
+            f"{text}, which a resume splits" if split else text,
+            whole,
+            total=samples if index or own.stream else None,
+            feeds=feeds(job, number, epochs[count][0][1]) or first,
+            index=index,
+            loader=number,
+            resumed=split,
+            stream=own.stream,
+        )
 
 
 def looped(job: Job) -> list[Reads]:
@@ -275,67 +259,59 @@ def looped(job: Job) -> list[Reads]:
     """
     if any(one.loaded for one in job.of(Input)):
         raise NotJudged("no DataLoader feeds the steps of every rank")
-    if not draws_in_steps(job) and (found := redrawn(job)):
-        return [Reads(found[0], found[1], False, index=False, redrawn=True)]
     lists = [[x.ids for x in one] for one in inputs(job)]
     ids = all(all(one) and len(before_a_repeat(one)) > 3 for one in lists)
     if not ids:
         lists = [[x.rows for x in one] for one in inputs(job)]
-    ranks = [before_a_repeat(one) for one in lists]
-    pool = len({x for one in lists for rows in one for x in rows})
-    again = any(len(a) < len(b) for a, b in zip(ranks, lists, strict=True))
-    shortest = min(map(len, ranks))
-    rows = [[x for own in one for x in own] for one in zip(*lists, strict=False)]
-    early = len(before_a_repeat(rows))
-    read = {x for one in lists for rows in one[:early] for x in rows}
-    if len(read) > 0.75 * pool:  # the ranks take turns with files: each reads all
-        shortest = early
     whole = Reads(lists, "", False, index=False)
+    ranks = [before_a_repeat(one) for one in lists]
+    shortest, end = min(map(len, ranks)), min(map(len, lists))
+    again = any(len(a) < len(b) for a, b in zip(ranks, lists, strict=True))
+    early = before_a_repeat([[*chain(*row)] for row in zip(*lists, strict=False)])
+    pool = len({*chain(*whole.all)})
+    if len({*chain(*early)}) > 0.75 * pool:  # each rank reads all files, in turns
+        shortest = len(early)
     if shortest < 8 and whole.together()[0] > 0.9:  # one random draw for all ranks
-        ranks, shortest = lists, min(map(len, lists))
+        ranks, shortest = lists, end
     elif shortest < 3 and again:
         raise NotJudged("samples repeat within 3 steps: they are not read in epochs")
     shift = whole.shifted()
     lap = partial(Reads, whole=False, index=False, pool=pool, ids=ids, shift=shift)
-    for start in range(shortest, len(min(lists, key=len)) - 7, max(8, shortest)):
-        own = [x[start : start + max(8, shortest)] for x in lists]
-        text = f"steps {start + 1} to {start + min(map(len, own))}"
-        one = lap(own, text, later=True)
-        if one.together()[0] >= 0.9 and whole.together()[0] < 0.9:
-            return [one]
     text = f"the first {shortest} inputs of the network"
     found = [lap([x[:shortest] for x in ranks], text)]
-    end = min(map(len, lists)) if {*map(len, ranks)} == {shortest} and again else 0
-    for start in range(shortest, end - shortest + 1, shortest):
-        text = f"inputs {start + 1} to {start + shortest} of the network"
-        one = lap([x[start : start + shortest] for x in lists], text)
-        if one.numbers()["within"]:
-            break  # they are not read in epochs
-        found.append(one)
+    epochs = {*map(len, ranks)} == {shortest} and again
+    size = shortest if epochs else max(8, shortest)
+    for start in range(shortest, end - min(8, size) + 1, size):
+        own = [x[start : start + size] for x in lists]
+        count = min(map(len, own))
+        one = lap(own, f"steps {start + 1} to {start + count}")
+        if one.together()[0] >= 0.9 > whole.together()[0]:
+            one.later = True
+            return [one]
+        epochs = epochs and count == size and not one.numbers()["within"]
+        found += [one] * epochs
     return found
 
 
 def broken(one: Reads) -> str:
     """Return what is wrong with the samples read in an epoch, or "" if nothing is."""
-    counts, (together, near) = one.numbers(), one.together()
+    counts, together = one.numbers(), one.together()[0]
     number = max(map(len, one.ranks))
-    if together >= 0.9 and near < 0.5 * together and not one.shift:
+    if together >= 0.9 and not one.stays() and not one.shift:
         same = f"{together * number:.0f} of {number}"
         return f"in {one.text}, {same} batches have the same samples on several ranks"
-    text = f"in {one.text}, the ranks read {counts['read']:,} samples, "
-    text += f"{counts['distinct']:,} distinct ones"
-    more = " that all epochs have" * one.stream
-    known = one.total and one.total > counts["distinct"] * one.stream
-    text += f" of {one.total:,}{more}" if known else ""
     drawn = counts["within"] and not one.resumed or any(x.repeats for x in one.feeds)
     if one.index and drawn:
         return ""  # drawn with replacement
     if one.read_by_all():
         return f"in {one.text}, each rank reads all {one.total:,} samples"
+    text = f"in {one.text}, the ranks read {counts['read']:,} samples, "
+    text += f"{counts['distinct']:,} distinct ones"
+    if one.total and one.total > counts["distinct"] * one.stream:
+        text += f" of {one.total:,}" + " that all epochs have" * one.stream
     if counts["again"] > max(MORE * counts["read"], one.slack):
         text += f": {counts['ranks']:,} on several ranks" * bool(counts["ranks"])
         return text + f", {counts['within']:,} twice on a rank" * bool(counts["within"])
     workers = max((x.workers for x in one.feeds), default=0)
     last = len(one.ranks) * one.batch * max(1, workers)  # incomplete batches
-    least = max(last, MORE * (one.total or 0))
-    return text if counts["missing"] >= least else ""
+    return text if counts["missing"] >= max(last, MORE * (one.total or 0)) else ""

@@ -4,11 +4,12 @@ import re
 import sys
 import time
 from array import array
+from itertools import groupby, product
 
 from .event import Event
 from .loaders import Loaders, leaves
 from .moments import Moments, runs_normally
-from .numbers import others
+from .numbers import numbers, others
 from .record import place, recorder, torch, wrap
 from .sample import hashes
 from .watcher import Watcher
@@ -16,14 +17,12 @@ from .watcher import Watcher
 LOSSES = """cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss
     binary_cross_entropy binary_cross_entropy_with_logits""".split()
 LARGE = 2**20  # maximum size of an output or a loss
-COMPARES = 400  # maximum number of comparisons searched for predictions
 OTHER = re.compile(  # results that doctor does not recompute
     r"\b(\w*iou|dice|f1|(?:\w+_)?(?:auc|auroc|ap)|\w?map|bleu|rouge|recall|rewards?|returns?|scores?|"
     r"mae|mse|rmse|r2|psnr|ssim|fid|auprc|bpd|bpc|mrr|(?:ndcg|hits?|recall|r|p|map)@\d+)"
     r"(?![a-z])[^\d\n]{1,9}\d+\.\d",
     re.I,
 )
-WORDS = re.compile(r"acc|top|prec|err|correct|right|loss|ppl|perplex|nll|%", re.I)
 
 
 class Printed(Event, limit=2000):
@@ -61,9 +60,9 @@ class Results(Watcher):
         self.waiting = []  # measured tensors to read later
         self.inside = []  # losses that a network computes itself
         self.guesses, self.tries = [], 0  # predicted classes that have no labels yet
-        self.compares = 0  # number of comparisons searched
-        self.known = {}  # line -> the predictions and operand that it compares
-        self.nested, self.others = False, 0
+        self.outputs = 0  # number of outputs measured
+        self.found = None  # the last output whose predictions the script compared
+        self.others = 0  # number of printed lines with other results
 
     def hooks(self) -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -86,14 +85,12 @@ class Results(Watcher):
 
     def printed(self) -> None:
         """Record a line that may contain a result."""
-        known = WORDS.search(self.line) or OTHER.search(self.line)
-        known = known and any(map(str.isdigit, self.line))
-        other = not known and self.others < 300 and any(others(self.line))
-        self.others += other
-        if known:
-            self.read()
-        if known or other:
-            recorder.write(Printed(text=self.line[-2000:], place=place()))
+        known = OTHER.search(self.line) or any(numbers(self.line))
+        if not known:
+            if self.others == 300 or not any(others(self.line)):
+                return
+            self.others += 1
+        recorder.write(Printed(text=self.line[-2000:], place=place()))
 
     # --- outputs and losses ---
 
@@ -105,7 +102,8 @@ class Results(Watcher):
     def measure(self, what, source, values, weights, labels=None, **more) -> None:
         """Store tensors for read(); hits are elements of `values` that equal `labels`.
 
-        If `more` contains a tensor `sure` that is false, read() drops the entry.
+        If `more` contains a tensor `sure`, read() keeps the first entry of each output
+        for which it is true.
         """
         number = self.sources.setdefault(source, len(self.sources))
         batch = self.batch or {}
@@ -120,16 +118,18 @@ class Results(Watcher):
         """Read the stored tensors, and write their events."""
         waiting, self.waiting = self.waiting, []
         for fields, values, weights, labels in waiting:
-            if not fields.pop("sure", True):
-                self.known = {}  # lines may now compare different values
-                continue
+            if "sure" in fields:
+                sure, output = fields.pop("sure"), fields.pop("output")
+                if output == self.found or not sure:
+                    continue
+                self.found = output
             values = values.cpu()
             fields["skipped"] = int(fields.get("skipped", 0))
             if labels is not None:
                 labels = labels.cpu().reshape(-1, 1)
                 if values.numel() == len(labels) and not fields["trains"]:
                     fields["guesses"] = array("q", values.reshape(-1).tolist())
-                values = (values.reshape(len(labels), -1) == labels).any(1)
+                values = ~(values.reshape(len(labels), -1) != labels).all(1)
             values = array("d", values.double().reshape(-1).tolist())
             weights = [1.0] * len(values) if weights is None else weights.tolist()
             one = Measured(**fields, values=values, weights=array("d", weights))
@@ -148,12 +148,13 @@ class Results(Watcher):
 
     def on_output(self, network, outputs, batch) -> None:
         self.batch, self.guesses, self.tries = batch, [], 0
+        self.outputs += 1
+        inside, self.inside = self.inside, []
         if not self.keeps():
-            self.inside = []
             return
-        for where, values, weights in self.inside:
-            self.measure("loss", where, values, weights)
-        self.inside, source = [], ("network", id(network))
+        for one in inside:
+            self.measure("loss", *one)
+        source = "network", id(network)
         outputs = getattr(outputs, "logits", outputs)
         found = [one.detach() for one in leaves(outputs) if one.dim()]
         scores = [one for one in found if one.dim() == 2 and one.size(1) > 1]
@@ -180,61 +181,41 @@ class Results(Watcher):
 
     def equal(self, call, *args, **kwargs):
         result = call(*args, **kwargs)
-        if isinstance(result, torch.Tensor) and result.dim() and not self.nested:
-            operands = [x for x in (*args, *kwargs.values()) if torch.is_tensor(x)]
-            self.nested = True
-            try:
-                self.compared(result, operands)
-            finally:
-                self.nested = False
+        operands = [x for x in (*args, *kwargs.values()) if torch.is_tensor(x)]
+        if isinstance(result, torch.Tensor) and result.dim() and len(operands) == 2:
+            self.compared(result, operands)
         return result
 
     def compared(self, result, operands: list) -> None:
         """Measure hits if one operand is a tensor of predicted classes."""
-        if 30 < result.numel() < 20_000 and len(operands) == 2 and self.keeps():
+        if 30 < result.numel() < 20_000 and self.keeps():
             whole = not any(x.is_floating_point() or x.requires_grad for x in operands)
             if whole and operands[0].shape == operands[1].shape == result.shape[:1]:
                 self.measure("pairs", "pairs", operands[0], operands[1])
         self.tries += 1
-        frame = sys._getframe(3)
-        line = frame.f_code, frame.f_lineno
-        for which, guess in enumerate(self.guesses if self.tries < 7 else ()):
-            for number, one in enumerate(operands):
-                if one.numel() != guess.numel() or one.device != guess.device:
-                    continue
-                if len(result) != len(guess) or result.shape != one.shape:
-                    continue
-                if self.known.get(line, (which, number)) != (which, number):
-                    continue
-                sure = (one.reshape(-1) == guess.reshape(-1)).all()
-                if line not in self.known:  # the search waits for a GPU
-                    self.compares += 1
-                    if self.compares > COMPARES or not sure:
-                        continue
-                    self.known[line] = which, number
+        guesses = self.guesses if self.tries < 7 else ()
+        for guess, (one, other) in product(guesses, (operands, operands[::-1])):
+            fits = one.numel() == guess.numel() and one.device == guess.device
+            if fits and len(result) == len(guess) and result.shape == one.shape:
+                sure = ~(one.reshape(-1) != guess.reshape(-1)).any()  # == is wrapped
                 valid = torch.ones_like(result)
-                if len(operands) == 2 and operands[1 - number].shape == one.shape:
-                    valid = operands[1 - number] != -100
-                rows = (result & valid).reshape(len(guess), -1).sum(1)
-                weights = valid.reshape(len(guess), -1).sum(1)
-                self.measure("hits", self.source, rows, weights, sure=sure)
-                self.guesses = []
-                return
+                if other.shape == one.shape:
+                    valid = other != -100
+                both = result & valid, valid
+                counts = [x.reshape(len(guess), -1).sum(1) for x in both]
+                more = {"sure": sure, "output": self.outputs}
+                self.measure("hits", self.source, *counts, **more)
 
     def loss(self, call, /, *args, **kwargs):
         result = call(*args, **kwargs)
-        usual = not self.nested and isinstance(result, torch.Tensor)
-        if usual and kwargs.get("weight") is None and self.keeps() and runs_normally():
-            self.nested = True
-            try:
-                found = self.rows(call, result.detach(), args, kwargs)
-                if found and not Moments.here.depth:
-                    self.measure("loss", *found)
-                    self.hits(found[0], args, kwargs)
-            finally:
-                self.nested = False
+        usual = isinstance(result, torch.Tensor) and kwargs.get("weight") is None
+        if usual and self.keeps() and runs_normally():
+            found = self.rows(call, result.detach(), args, kwargs)
             if found and Moments.here.depth:
                 self.inside.append(found)
+            elif found:
+                self.measure("loss", *found)
+                self.hits(found[0], args, kwargs)
         return result
 
     def hits(self, where: str, args: tuple, kwargs: dict) -> None:
@@ -244,7 +225,7 @@ class Results(Watcher):
         classes = scores.dim() > 1 and not target.is_floating_point()
         if classes and not torch.is_grad_enabled() and target.dim() == scores.dim() - 1:
             valid = target != kwargs.get("ignore_index", -100)
-            right = (scores.argmax(1) == target) & valid
+            right = ~(scores.argmax(1) != target) & valid
             rows = right.reshape(len(target), -1).sum(1), valid.reshape(len(target), -1)
             skipped = (~valid).sum()
             self.measure("hits", where, rows[0], rows[1].sum(1), skipped=skipped)
@@ -294,21 +275,14 @@ def repeated(job) -> dict[tuple[int, int], list[float]]:
     """
     found = {}
     for process in job.processes:
-        for one in process.of(Measured):
-            if one.what == "seen":
-                rows = found.setdefault(one.after, {}).setdefault(process.rank, [])
-                rows.append((tuple(one.guesses), one.at))
-    begun = {}
-    for step, ranks in found.items():
-        counts = set()
-        for rank, rows in ranks.items():
-            own = [x for x, _ in rows]
-            count = own.count(own[0])
-            size = len(own) // count
-            same = own == own[:size] * count
-            counts.add(count if same else 1)
-            begun[rank, step] = [at for _, at in rows[::size]]
-        if len(counts) > 1 or counts == {1}:
-            for rank in ranks:
-                del begun[rank, step]
-    return begun
+        seen = [one for one in process.of(Measured) if one.what == "seen"]
+        for step, group in groupby(seen, lambda one: one.after):
+            rows = [*group]
+            inputs = [one.guesses for one in rows]
+            count = inputs.count(inputs[0])
+            size = len(rows) // count
+            size = size if inputs == inputs[:size] * count else len(rows)
+            begun = [one.at for one in rows[::size]]
+            found.setdefault(step, {})[process.rank, step] = begun
+    same = [one for one in found.values() if len({*map(len, one.values())}) == 1]
+    return {key: begun for one in same for key, begun in one.items()}

@@ -134,11 +134,11 @@ def relabelled(one: tuple, other: tuple) -> bool:
 def other_contents(job: Job, labels: bool) -> str:
     """Return how samples with equal indices differ between two ranks, else ""."""
     first = feeds(job)
-    epoch = [p.batches(p.epochs[0]) for p in job.processes if p.epochs]
-    read = [{x for b in one for x in b.indices or ()} for one in epoch]
-    if not first or len(read) < 2 or any(one & read[0] for one in read[1:] if one):
-        if not first or not all(one.divides for one in first):
-            return ""  # ranks may number their samples differently
+    begun = [p.batches(p.epochs[0]) for p in job.processes if p.epochs]
+    read = [{x for one in own for x in one.indices or ()} for own in begun]
+    apart = len(read) > 1 and not any(one & read[0] for one in read[1:])
+    if not first or not (apart or all(one.divides for one in first)):
+        return ""  # ranks may number their samples differently
     known = [contents(process, labels) for process in job.processes]
     found, shares = zip(*known, strict=True)
     for one, other in combinations(range(len(found)), 2):
