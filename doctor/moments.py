@@ -329,3 +329,17 @@ def whole(tensors) -> list:
 def runs_normally() -> bool:
     """Return whether this is the main thread and nothing is being traced."""
     return not traced() and threading.current_thread() is threading.main_thread()
+
+
+def kind(module) -> str:
+    """Return "batch norm" or "dropout" if a module is such a layer, else ""."""
+    layers = torch.nn.modules
+    if isinstance(module, layers.batchnorm._BatchNorm):
+        return "batch norm" if module.track_running_stats else ""
+    drops = isinstance(module, layers.dropout._DropoutNd) and module.p > 0
+    return "dropout" if drops else ""
+
+
+def trains(network) -> bool:
+    """Return whether dropout or batch norm layers are in training mode."""
+    return any(one.training and kind(one) for one in network.modules())

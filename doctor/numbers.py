@@ -16,7 +16,7 @@ KINDS = {
     "accuracy": r"acc(?:urac(?:y|ies))?(?![a-z])|top[-@_ ]?1|prec@1|correct|\bright\b",
     "error": r"\berr(?:or)?s?(?![a-z])|error rate",
     "perplexity": r"\bppl|perplexit",
-    "loss": r"loss|\bnll\b|\bbce\b|cross.entropy",
+    "loss": r"loss|\b(?:nll|bce|mse)\b|cross.entropy",
 }
 AFTER = re.compile(r"\W*(?:[a-z]+ ){0,2}?(right|correct|wrong)")
 NEUTRAL = re.compile(r"\b(?:ema|avg|mean|is|was|of|at|rate|val|test|eval|train)\b|_")
@@ -41,6 +41,7 @@ REPEATED = (
 ONE_RANK = "Sum the numerator and the number of samples over all ranks; divide once."
 MEANS = "Add up sums and sample counts, not means, and divide once at the end."
 DIVISOR = "Divide by the number of samples (or batches) that were added up."
+SIZES = "Multiply a batch's mean by the batch's size if you divide by all samples."
 IGNORED = "In both sums, count only the targets that the loss counts."
 PARTS = "Print the loss before it is divided for the backward pass."
 RESET = "Reset the metric (or the sums) at the start of each pass."
@@ -157,6 +158,8 @@ class Group:
     total: int = 0  # number of the dataset's samples; 0: unknown
     skipped: int = 0  # number of ignored targets
     parts: int = 1  # divisor of the loss before backward()
+    means: bool = True  # False: the losses may be sums over a batch
+    training: bool = False  # it used dropout or batch norm layers in training mode
     guesses: dict = field(default_factory=dict)  # sample -> predicted class
     # Rank -> batches, as (sums, weights, the samples' keys)
     ranks: dict[int, list[tuple]] = field(default_factory=dict)
@@ -230,10 +233,13 @@ class Group:
             yield f"the last batch {only}", ONE_RANK, each[rank][-1], 1
             if count > 1:
                 yield f"the sum {only}, divided by all samples", DIVISOR, top, samples
-            if self.what != "hits":
-                name = f"the sum of the batches' means {only}, divided by the samples"
-                yield name, DIVISOR, sum(each[rank]), samples
-                yield name, DIVISOR, sum(each[rank]), bottom
+        parts = [([*chain(*self.ranks.values())], every[1], "")]
+        parts += [(x, own[n][1], f" of rank {n} only") for n, x in self.ranks.items()]
+        for rows, bottom, only in parts if self.means else ():
+            name = f"the sum of the batches' means{only}, divided by the samples"
+            yield from ((name, SIZES, sum(means(rows)), x) for x in (samples, bottom))
+            name = f"the sum over the samples{only}, divided by the number of batches"
+            yield name, SIZES, pair(sums(rows))[0], len(rows)
         both = fmean(map(fmean, each.values()))
         yield "the mean of the batches' means", MEANS, both, 1
         ratios = [top / (bottom or 1) for top, bottom in own.values()]
@@ -248,6 +254,11 @@ class Group:
             for rank in self.ranks:
                 rows = [one.added(rank) for one in earlier if rank in one.ranks]
                 yield f"{name}, of rank {rank} only", RESET, *pair([*rows, own[rank]])
+
+
+def gap_of(text: str) -> float:
+    """Return the largest rounding error of a printed number."""
+    return 0.6 * 10 ** -len(text.partition(".")[2])
 
 
 def sums(rows: Iterable[tuple]) -> list[tuple[float, float]]:

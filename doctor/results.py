@@ -8,7 +8,7 @@ from itertools import groupby, product
 
 from .event import Event
 from .loaders import Loaders, leaves
-from .moments import Moments, runs_normally
+from .moments import Moments, runs_normally, trains
 from .numbers import numbers, others
 from .record import place, recorder, torch, wrap
 from .sample import hashes
@@ -50,6 +50,8 @@ class Measured(Event, limit=5000):
     weights: array  # number of targets in each sum
     skipped: int = 0  # number of ignored targets
     guesses: array | None = None  # predicted classes, one for each sample
+    # The network is trained, and has dropout or batch norm layers in training mode
+    training: bool = False
 
 
 class Results(Watcher):
@@ -61,6 +63,7 @@ class Results(Watcher):
         self.inside = []  # losses that a network computes itself
         self.guesses, self.tries = [], 0  # predicted classes that have no labels yet
         self.outputs = 0  # number of outputs measured
+        self.training = False  # see Measured
         self.found = None  # the last output whose predictions the script compared
         self.others = 0  # number of printed lines with other results
 
@@ -109,7 +112,8 @@ class Results(Watcher):
         batch = self.batch or {}
         fields = {key: batch.get(key) for key in ("loader", "epoch", "number")}
         fields |= {"what": what, "source": number, "after": recorder.step}
-        fields |= {"trains": torch.is_grad_enabled(), "at": time.time(), **more}
+        fields |= {"trains": torch.is_grad_enabled(), "at": time.time()}
+        fields |= {"training": self.training, **more}
         self.waiting.append((fields, values, weights, labels))
         if len(self.waiting) > 64:
             self.read()
@@ -152,6 +156,9 @@ class Results(Watcher):
         inside, self.inside = self.inside, []
         if not self.keeps():
             return
+        known, bare = Moments.here.known, not torch.is_grad_enabled()
+        self.training = bare and any(id(one) in known for one in network.parameters())
+        self.training = self.training and trains(network)
         for one in inside:
             self.measure("loss", *one)
         source = "network", id(network)

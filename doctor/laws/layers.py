@@ -4,7 +4,7 @@ import weakref
 from dataclasses import dataclass, field
 
 from ..loaders import leaves
-from ..moments import Moments, runs_normally
+from ..moments import Moments, kind, runs_normally
 from ..record import STEPS, place, quiet, recorder, torch
 from ..watcher import Watcher
 
@@ -87,12 +87,3 @@ class Layers(Watcher):
 def networks() -> list[dict]:
     """Return {name: module} for each outermost network."""
     return [dict(one.named_modules()) for one in [*Moments.here.networks]]
-
-
-def kind(module) -> str:
-    """Return "batch norm" or "dropout" if a module is such a layer, else ""."""
-    layers = torch.nn.modules
-    if isinstance(module, layers.batchnorm._BatchNorm):
-        return "batch norm" if module.track_running_stats else ""
-    drops = isinstance(module, layers.dropout._DropoutNd) and module.p > 0
-    return "dropout" if drops else ""

@@ -3,11 +3,11 @@
 from ..event import Event
 from ..law import RISK, Breach, check, need
 from ..loaders import EpochEnd, Loaders
-from ..moments import Step
+from ..moments import Step, kind, trains
 from ..record import place, recorder, torch
 from ..watcher import Watcher
 from .alive import LAW, Alive, dead_weights, not_in_an_optimizer
-from .layers import Layers, kind, networks
+from .layers import Layers, networks
 from .replicas import listed
 
 LOST = dead_weights, not_in_an_optimizer
@@ -54,7 +54,7 @@ class Modes(Watcher):
             network=type(network).__name__,
             loader=current.loader,
             epoch=current.epoch,
-            training=any(one.training for one in network.modules() if kind(one)),
+            training=trains(network),
             gradients=gradients,
             place=place(),
         )

@@ -6,10 +6,11 @@ from contextlib import suppress
 from dataclasses import replace
 from math import inf
 
-from ..law import RISK, WRONG, Breach, Law, NotJudged, check, need
+from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need
 from ..loaders import Batch, Epoch, EpochEnd
 from ..moments import Step
-from ..numbers import BEST, REPEATED, Group, Number, others, results
+from ..neighbours import Input
+from ..numbers import BEST, REPEATED, SIZES, Group, Number, gap_of, others, results
 from ..results import OTHER, Measured, Printed, repeated
 from .gradient import fits, near, not_averaged
 from .passes import Update
@@ -22,6 +23,8 @@ SORT = (
     "Put the gathered predictions into the order of the labels, or gather the labels "
     "too: DistributedSampler gives rank r the samples r, r + world_size, ..."
 )
+MEANS = {"mean", "other mean"}  # kinds of terms
+TRAINING = "which a network in training mode has computed"
 WHAT = {"accuracy": ("hits",), "error": ("hits",), "top5": ("top5",)}
 WHAT |= dict.fromkeys(("loss", "perplexity"), ("loss", "root"))
 
@@ -29,10 +32,14 @@ WHAT |= dict.fromkeys(("loss", "perplexity"), ("loss", "root"))
 def groups(job) -> list[Group]:
     """Return groups of measurements, by time: one per pass and network (or loss)."""
     found, parts, again = {}, divided(job), repeated(job)
+    entries = [entry for one in job.of(Update) for entry in one.passes]
+    kinds = {x[1] for entry in entries for x in entry.get("terms", ())}
+    trained = [{*one.rows} for one in job.of(Input)]
     stepped = {(one.loader, one.epoch) for one in job.of(Step)}
     stepped |= {(one.loader, one.epoch) for one in job.of(EpochEnd) if one.steps}
     for process in job.processes:
         keys = {(x.loader, x.epoch, x.number): x for x in process.of(Batch)}
+        once = validated_once(process, trained)
         for one in process.of(Measured):
             if one.what in ("pairs", "seen") or (one.what == "root" and not parts):
                 continue
@@ -43,6 +50,8 @@ def groups(job) -> list[Group]:
             if name not in found:
                 group = found[name] = Group(*key)
                 group.parts = parts if one.what == "root" else 1
+                group.means = one.what != "root" or bool(kinds) and kinds <= MEANS
+                group.training = one.after in once
                 group.trains = one.trains
                 if one.loader is not None:
                     group.trains = (one.loader, one.epoch) in stepped
@@ -51,17 +60,37 @@ def groups(job) -> list[Group]:
             group = found[name]
             batch = keys.get((one.loader, one.epoch, one.number))
             known = batch and (batch.indices or batch.rows)
-            if not known or len(known) != len(one.values):
+            group.training &= one.training
+            values, weights = one.values, one.weights
+            if known and one.what == "root":
+                values, weights = [values[0] * len(known)], [len(known)]
+            if not known or len(known) != len(values):
                 done = len(group.ranks.get(process.rank, ()))
                 own = one.loader, process.rank, done
-                known = [(*own, n) for n in range(len(one.values))]
+                known = [(*own, n) for n in range(len(values))]
             group.skipped += one.skipped
             group.guesses |= zip(known, one.guesses or (), strict=False)
-            row = one.values, one.weights, [*known]
+            row = values, weights, [*known]
             group.ranks.setdefault(process.rank, []).append(row)
             group.times.setdefault(process.rank, []).append(one.at)
             group.step = max(group.step, one.after)
     return sorted(found.values(), key=lambda one: max(map(max, one.times.values())))
+
+
+def validated_once(process, trained: list[set]) -> set[int]:
+    """Return the steps after which a process validates without a loader.
+
+    It then uses more samples than a training step, none of them twice (as Monte Carlo
+    dropout does), and none that a step uses.
+    """
+    seen = {}
+    for one in process.of(Measured):
+        if one.what == "seen":
+            seen.setdefault(one.after, []).extend(one.guesses)
+    most = max(map(len, trained), default=inf)
+    known = set().union(*trained)
+    rows = {step: {*own} for step, own in seen.items() if len({*own}) == len(own)}
+    return {step for step, own in rows.items() if len(own) > most and not own & known}
 
 
 def divided(job) -> int:
@@ -95,13 +124,21 @@ def judged(job) -> dict[tuple, list]:
 
     Lines that also print within a pass are left out.
     """
-    sites, everything = {}, groups(job)
+    sites, unnamed, everything = {}, {}, groups(job)
     for line in job.of(Printed):
         words = re.sub(r"\d[\d.]*", "#", line.text)  # helpers print many texts
         words = " ".join(words.split())
         for order, number in enumerate(results(line.text)):
             key = line.rank, line.place, words, order, number.kind
             sites.setdefault(key, []).append(judge(job, everything, line, number))
+        for name, text in others(line.text):  # it may be a loss
+            number = Number("loss", float(text), gap_of(text), 1, None, "any", text, "")
+            fits = judge(job, everything, line, number)
+            sized = isinstance(fits, dict) and any(x[2] == SIZES for x in fits.values())
+            exact = sized and number.gap < 0.004 * number.value
+            key = line.rank, line.place, words, name, "loss"
+            unnamed.setdefault(key, {})[text] = fits if exact else None
+    sites |= {key: [*known.values()] for key, known in unnamed.items()}
     return {key: known for key, known in sites.items() if None not in known}
 
 
@@ -139,7 +176,8 @@ def judge(job, everything: list[Group], line: Printed, number: Number):
         passes = [one for one in found if one in done or not one.trains]
     for one in passes + together(passes):
         if any(number.equals(x) for x in one.right(line.text, line.rank)):
-            return True
+            mode = {TRAINING: (line, number, "", None)}
+            return mode if one.training and number.split != "train" else True
     fits = {}
     if number.gap > 0.01 * number.value and number.count is None:
         return {}
@@ -247,7 +285,8 @@ def wrong_number(job):
             what = f"rank {rank} prints {number.text}, {name}"
             if ratio:
                 true = number.turned(ratio)
-                true /= 100 if true > 20 * number.value > 0 else 1  # a share, not in %
+                share = number.scale == 100 and true > 20 * number.value > 0
+                true /= 100 if share else 1  # it was printed as a share
                 what += f"; counting each sample once gives {true:.4f}"
             what += f" ({count} of {len(known)} prints)" * (len(known) > 1)
             unsure = result == "losses" or (" only" in name and "divided" not in name)
@@ -263,3 +302,13 @@ def wrong_number(job):
         )
     if not found:
         yield f"{text} equal the recomputed ones"
+
+
+@explains(wrong_number, RISK, read="docs/found.md")
+def printed_in_training_mode(job, breach):
+    """A printed result comes from a network in training mode.
+
+    Call model.eval() before validation, and model.train() after it.
+    Not a mistake if: dropout and batch norm are meant to behave this way.
+    """
+    return replace(breach, level="") if TRAINING in breach.what else None

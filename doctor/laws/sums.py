@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
 from ..law import RISK, WRONG, Breach, check, several
-from ..numbers import others, results
+from ..numbers import gap_of, others, results
 from ..results import Printed
 from .meeting import Call
 from .printed import LAW
@@ -111,11 +111,6 @@ def averaged(line: Printed, rank: int, rows: Rows) -> Iterator[tuple]:
         if each or RATIOS.fullmatch(short):
             own = [x for x in rows if not (each and x[0].sent.startswith("1 x"))]
             yield name, text, {name} if any(is_mean(x, text) for x in own) else set()
-
-
-def gap_of(text: str) -> float:
-    """Return the largest rounding error of a printed number."""
-    return 0.6 * 10 ** -len(text.partition(".")[2])
 
 
 def is_mean(row: tuple[Call, ...], text: str) -> bool:
