@@ -158,7 +158,7 @@ class Group:
     total: int = 0  # number of the dataset's samples; 0: unknown
     skipped: int = 0  # number of ignored targets
     parts: int = 1  # divisor of the loss before backward()
-    means: bool = True  # False: the losses may be sums over a batch
+    means: bool = True  # False: the losses may contain sums
     training: bool = False  # it used dropout or batch norm layers in training mode
     guesses: dict = field(default_factory=dict)  # sample -> predicted class
     # Rank -> batches, as (sums, weights, the samples' keys)
@@ -239,7 +239,8 @@ class Group:
             name = f"the sum of the batches' means{only}, divided by the samples"
             yield from ((name, SIZES, sum(means(rows)), x) for x in (samples, bottom))
             name = f"the sum over the samples{only}, divided by the number of batches"
-            yield name, SIZES, pair(sums(rows))[0], len(rows)
+            if self.what != "root":
+                yield name, DIVISOR, pair(sums(rows))[0], len(rows)
         both = fmean(map(fmean, each.values()))
         yield "the mean of the batches' means", MEANS, both, 1
         ratios = [top / (bottom or 1) for top, bottom in own.values()]

@@ -575,6 +575,52 @@ def test_printed_accuracies_are_recomputed():
     assert not OTHER.search("precision bf16, map-style") and OTHER.search("F1 0.91")
 
 
+@pytest.mark.parametrize("divisor", [1, 5, 8])
+def test_losses_that_are_off_by_a_batchs_size_are_named(divisor):
+    """doctor names them under any name: they are divided by 8, the batch's size."""
+    given = {"names": ["v"], "each": 1, "used": [1.0], "local": [[1.0]]}
+    events = [
+        event(Epoch, **PASS, samples=16),
+        event(Update, **given, passes=[one_pass()]),
+    ]
+    for epoch, losses in enumerate([(0.3, 0.5), (0.4, 0.6)]):
+        for number, loss in enumerate(losses):
+            own = {"loader": 0, "epoch": epoch, "number": number}
+            events.append(event(Batch, **own, indices=array("q", range(8))))
+            events.append(sums("root", [loss], at=epoch, trains=True, **own))
+        end = {"whole": True, "batches": 2, "steps": 2, "time": epoch + 0.1}
+        events.append(event(EpochEnd, loader=0, epoch=epoch, **end))
+        text = f"recon {sum(losses) / 2 / divisor:.4f}"
+        events.append(Printed(text=text, place="a.py:8", time=epoch + 0.2))
+    found = report(events, steps=0)
+    assert named(found) == ({"wrong_number"} if divisor == 8 else set())
+
+
+@pytest.mark.parametrize("how", ["", "eval", "twice", "training data"])
+def test_a_result_of_a_network_in_training_mode(how):
+    rows = array("q", [*range(40)] * (1 + (how == "twice")))
+    hits, _, line = validated("acc 0.7500", training=how != "eval")
+    hits = replace(hits, loader=None, epoch=None)
+    fed = event(Input, rows=array("q", range(30, 38) if "data" in how else [77] * 8))
+    found = report([fed, sums("seen", guesses=rows), hits, line], steps=0)
+    assert named(found) == (set() if how else {"printed_in_training_mode"})
+
+
+def test_the_mode_of_a_network_is_recorded(monkeypatch):
+    network = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout())
+    for known, wanted in (
+        ({id(network[0].weight): 0}, [True, False]),
+        ({}, [False] * 2),
+    ):
+        monkeypatch.setattr("doctor.moments.Moments.here.known", known)
+        watched, modes = Results(), []
+        for mode in (True, False):
+            with torch.no_grad():
+                watched.on_output(network.train(mode), torch.ones(4, 2), None)
+            modes.append(watched.training)
+        assert modes == wanted
+
+
 def test_passes_over_equal_inputs_are_judged_apart():
     """Without a loader, the script validates twice, and restores the best weights in between."""
     events = []

@@ -23,7 +23,7 @@ SORT = (
     "Put the gathered predictions into the order of the labels, or gather the labels "
     "too: DistributedSampler gives rank r the samples r, r + world_size, ..."
 )
-MEANS = {"mean", "other mean"}  # kinds of terms
+MEANS = {("mean", 1), ("other mean", 1)}  # Term.kind and Term.inner
 TRAINING = "which a network in training mode has computed"
 WHAT = {"accuracy": ("hits",), "error": ("hits",), "top5": ("top5",)}
 WHAT |= dict.fromkeys(("loss", "perplexity"), ("loss", "root"))
@@ -33,7 +33,7 @@ def groups(job) -> list[Group]:
     """Return groups of measurements, by time: one per pass and network (or loss)."""
     found, parts, again = {}, divided(job), repeated(job)
     entries = [entry for one in job.of(Update) for entry in one.passes]
-    kinds = {x[1] for entry in entries for x in entry.get("terms", ())}
+    kinds = {(x[1], x[4]) for entry in entries for x in entry.get("terms", ())}
     trained = [{*one.rows} for one in job.of(Input)]
     stepped = {(one.loader, one.epoch) for one in job.of(Step)}
     stepped |= {(one.loader, one.epoch) for one in job.of(EpochEnd) if one.steps}
