@@ -114,11 +114,10 @@ def check_files(run: Run) -> None:
         raise Wrong(f"both processes write {shared.pop().name}")
 
 
-def check_facts(run: Run, all_reduces_per_step: int = 1, **facts: object) -> None:
+def check_facts(run: Run, **facts: object) -> None:
     """Check fields of all Step and Last events; numbers are limits."""
-    facts |= {"all_reduces_per_step": all_reduces_per_step}
     events = [one for rank in run.ranks for one in (*rank.steps, *rank.last)]
-    for name, right in facts.items():
+    for name, right in ({"all_reduces_per_step": 1} | facts).items():
         for found in [getattr(one, name) for one in events if hasattr(one, name)]:
             wrong = found not in right if isinstance(right, list) else found > right
             if wrong:
@@ -344,6 +343,7 @@ def check_another_run(run: Run) -> None:
         ready.wait(PATIENCE)
         with started(run.script, when="if another run is in progress, ") as other:
             other.end()
+            check_shares(other)
 
 
 def check_resumes(run: Run) -> None:
