@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node 2 tutorial/labs/18_four_batches.py
 
 symptom: The processes end up with different weights.
 grader: after step 1, the processes do not continue with the same weights
-checks: weights, shares, facts(images_at_once=4), steps(batch=16)
+checks: weights, shares, facts(images_at_once=8), steps(batch=16)
 doctor: not_averaged
 lesson: 07_accumulation
 path: core

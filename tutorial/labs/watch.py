@@ -53,7 +53,7 @@ class Step(Event):
     after: Tensor
     passes: list[Forward]  # passes with gradients since the last step
     images: Tensor  # of all passes
-    images_at_once: int  # images in the largest pass
+    images_at_once: int  # in the largest pass, times the number of processes
     dtypes: set[str]  # of the outputs of the linear layers
     lr: float
     scaled: bool  # a gradient scaler multiplies the loss
@@ -162,13 +162,16 @@ class Watch(Watcher):
         own = weights(optimizer)
         self.shards = hasattr(optimizer, "optim") or len(whole(own)) < len(own)  # ZeRO
         sent = 0 if self.shards else self.sending / len(self.after)
-        images = [one.images for one in self.passes]
+        images, processes = (
+            [x.images for x in self.passes],
+            int(os.environ["WORLD_SIZE"]),
+        )
         one = Step(
             before=self.before,
             after=self.after,
             passes=self.passes,
             images=torch.cat([torch.empty(0, 8), *images]),
-            images_at_once=max(map(len, images), default=0),
+            images_at_once=max(map(len, images), default=0) * processes,
             dtypes=self.dtypes,
             lr=optimizer.param_groups[0]["lr"],
             scaled=self.scale > 1,
