@@ -162,16 +162,13 @@ class Watch(Watcher):
         own = weights(optimizer)
         self.shards = hasattr(optimizer, "optim") or len(whole(own)) < len(own)  # ZeRO
         sent = 0 if self.shards else self.sending / len(self.after)
-        images, processes = (
-            [x.images for x in self.passes],
-            int(os.environ["WORLD_SIZE"]),
-        )
+        images, size = [x.images for x in self.passes], int(os.environ["WORLD_SIZE"])
         one = Step(
             before=self.before,
             after=self.after,
             passes=self.passes,
             images=torch.cat([torch.empty(0, 8), *images]),
-            images_at_once=max(map(len, images), default=0) * processes,
+            images_at_once=max(map(len, images), default=0) * size,
             dtypes=self.dtypes,
             lr=optimizer.param_groups[0]["lr"],
             scaled=self.scale > 1,
