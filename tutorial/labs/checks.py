@@ -118,7 +118,7 @@ def check_files(run: Run) -> None:
 
 
 def check_facts(run: Run, **facts: object) -> None:
-    """Check fields of all Step and Last events; numbers are limits."""
+    """Check fields of all Step and Last events: a limit, or a list of right values."""
     events = [one for rank in run.ranks for one in (*rank.steps, *rank.last)]
     for name, right in ({"all_reduces_per_step": 1} | facts).items():
         for found in [getattr(one, name) for one in events if hasattr(one, name)]:
