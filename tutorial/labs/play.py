@@ -75,17 +75,17 @@ class Run:
             if failed or hangs:
                 break
         codes = [process.exitcode for process in self.processes]
-        found = job.read(self.records)
-        known = {process.rank: process for process in found.processes}
+        found = job.read(self.records).processes
+        known = {process.rank: process for process in found}
         none = [job.Process(rank, len(codes), []) for rank in range(len(codes))]
         self.ranks = [Rank(known.get(one.rank, one)) for one in none]
         if any(code != 0 for code in codes):
-            # The others may fail only because the first process that fails has ended
-            later = {one.rank for one in found.of(Failed)[1:]}
-            pairs = zip(self.ranks, codes, strict=True)
-            lines = [x.ending(y) for x, y in pairs if x.process.rank not in later]
+            lines = [x.ending(y) for x, y in zip(self.ranks, codes, strict=True)]
+            # A lost connection means only that the other process ended earlier
+            pairs, lost = zip(lines, codes, strict=True), "onnection|roken pipe"
+            own = [line for line, code in pairs if code and not re.search(lost, line)]
             when = "" if any(codes) else f"nothing happens for {PATIENCE:g} s: "
-            raise Wrong(when + " and ".join(lines))
+            raise Wrong(own[0] if own else when + " and ".join(lines))
 
     def kill(self) -> None:
         """Kill the processes, and those that they started."""
