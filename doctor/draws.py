@@ -1,18 +1,17 @@
 """Record the random numbers that the script draws, and the states of generators."""
 
-import contextlib
 import gc
-import os
 import random
+import re
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import combinations, pairwise
 from traceback import walk_stack
 
 from .event import Event
-from .generators import hashed, states
+from .generators import state_of
 from .job import Job
 from .moments import runs_normally
 from .neighbours import Input
@@ -43,15 +42,7 @@ class Drawn(Event, limit=2000):
 
 
 class Own(Event):
-    """The states of the generators that the script has created, oldest first."""
-
-    states: list[int]
-    # For each generator, the line of the class whose object holds it, or ""
-    owners: list[str] = field(default_factory=list)
-
-
-class Global(Event):
-    """The states of Python's and NumPy's global generators after a step."""
+    """The states of all Python's and NumPy's generators after a step, oldest first."""
 
     states: list[int]
 
@@ -70,10 +61,9 @@ class Draws(Watcher):
         self.counts, self.inside, self.shared = Counter(), False, False
 
     def hooks(self) -> None:
-        for name in FUNCTIONS:
-            wrap(torch, name, partial(self.draw, name))
-        for name in METHODS:
-            wrap(torch.Tensor, name, partial(self.draw, name))
+        for owner, names in ((torch, FUNCTIONS), (torch.Tensor, METHODS)):
+            for name in names:
+                wrap(owner, name, partial(self.draw, name))
         for name in MADE:
             wrap(torch, name, partial(self.make, name))
         if numpy := sys.modules.get("numpy"):
@@ -87,9 +77,7 @@ class Draws(Watcher):
     def after_step(self, optimizer, weights) -> None:
         self.shared = False
         if recorder.step in SCANS:
-            recorder.write(own_states())
-            known = [x for k, (x, _) in states().items() if k in ("random", "numpy")]
-            recorder.write(Global(states=known))
+            recorder.write(Own(states=own_states()))
         self.counts = Counter()
 
     def make(self, name: str, call, /, *args, **kwargs):
@@ -102,9 +90,8 @@ class Draws(Watcher):
 
     def generator(self, call, *args, **kwargs):
         result = call(*args, **kwargs)
-        if recorder.watching and not recorder.full(Made) and not importing():
-            state = hashed(repr(result.bit_generator.state).encode())
-            recorder.write(Made(state=state, place=place()))
+        if recorder.watching and not recorder.full(Made):
+            recorder.write(Made(state=state_of(result), place=place()))
         return result
 
     def draw(self, name: str, call, /, *args, **kwargs):
@@ -139,12 +126,6 @@ class Draws(Watcher):
         recorder.write(drawn)
 
 
-def importing() -> bool:
-    """Return whether Python is importing an installed library."""
-    codes = [one.f_code for one, _ in walk_stack(sys._getframe(1))]
-    return any(x.co_name == "<module>" and "-packages" in x.co_filename for x in codes)
-
-
 def permutes(tensor) -> bool:
     """Return whether a tensor (N,) is a permutation of 0 to N - 1."""
     if tensor.dim() != 1 or tensor.is_floating_point() or not 1 < len(tensor) < 4096:
@@ -152,35 +133,13 @@ def permutes(tensor) -> bool:
     return sorted(tensor.tolist()) == [*range(len(tensor))]
 
 
-def own_states() -> Own:
-    """Return hashes of the states of all generators except the global ones."""
-    numpy, found, made = sys.modules.get("numpy"), [], []
-    kinds = (numpy.random.Generator, numpy.random.RandomState) if numpy else ()
-    for one in (x for age in (2, 1, 0) for x in gc.get_objects(age)):
-        if type(one) is random.Random and one is not random._inst:
-            made.append(one)
-            found.append(hashed(repr(one.getstate()).encode()))
-        elif type(one) in kinds and one is not numpy.random.mtrand._rand:
-            made.append(one)
-            found.append(hashed(repr(one._bit_generator.state).encode()))
-    own = Own(states=found)
-    with contextlib.suppress(Exception):  # a script's object may raise anything
-        own.owners = owners(made)
-    return own
-
-
-def owners(made: list) -> list[str]:
-    """Return the line of each generator owner's __init__(), or "" if it has none."""
-    found = {id(one): "" for one in made}
-    direct = gc.get_referrers(*made) if made else []
-    fields = [one for one in direct if type(one) is dict]
-    for one in direct + (gc.get_referrers(*fields) if fields else []):
-        code = getattr(getattr(type(one), "__init__", None), "__code__", None)
-        if code and not code.co_filename.startswith(not_the_users()):
-            where = f"{os.path.relpath(code.co_filename)}:{code.co_firstlineno}"
-            held = [x for x in getattr(one, "__dict__", {}).values() if id(x) in found]
-            found |= {id(x): where for x in held}
-    return [*found.values()]
+def own_states() -> list[int]:
+    """Return hashes of the states of all generators, except PyTorch's."""
+    kinds = [random.Random]
+    if numpy := sys.modules.get("numpy"):
+        kinds += [numpy.random.Generator, numpy.random.RandomState]
+    made = [x for age in (2, 1, 0) for x in gc.get_objects(age) if type(x) in kinds]
+    return [*map(state_of, made)]
 
 
 @dataclass
@@ -190,7 +149,6 @@ class Same:
     what: str
     together: bool  # the ranks may be meant to draw the same
     draws: list[Drawn]  # the first equal draws, one per rank
-    late: bool  # the ranks' earlier draws differ
 
 
 def since(same: list[bool], least: float = 3) -> int | None:
@@ -198,13 +156,10 @@ def since(same: list[bool], least: float = 3) -> int | None:
 
     Half of the draws (and at least `least`), 8 in a row, or the last 3 are enough.
     """
-    if sum(same) >= max(least, len(same) / 2):
-        return same.index(True)
+    many = sum(same) >= max(least, len(same) / 2)
     text = "".join("01"[one] for one in same)
-    if (found := text.find("1" * 8)) >= 0:
-        return found
-    found = len(text.rstrip("1"))
-    return found if 0 < found < len(text) - 2 else None
+    found = re.search("1" if many else "1{8}|(?<=0)1{3,}$", text)
+    return found.start() if found else None
 
 
 def same_draws(job: Job) -> tuple[dict[str, Same], int]:
@@ -234,23 +189,20 @@ def same_draws(job: Job) -> tuple[dict[str, Same], int]:
         if changes > 0.9 * len(values) and (earlier is None or earlier.together):
             what = f"in {len(equals)} of {len(steps)} steps, torch.{one.name}() gives "
             what += "the same numbers on several ranks"
-            if late := start > 2:
-                what = f"from step {one.step + 1} on, {what}"
             parts = one.size >= len(rows) * batch  # perhaps each rank takes its part
             # Such as mixup's permutation, not one of all samples in each epoch
             own = one.permutes and one.size == batch and len(steps) > passes / 3
             together = not own and (one.whole or parts)
-            found[one.place] = Same(what, together, row, late)
+            found[one.place] = Same(what, together, row)
     return found, differ
 
 
 def draws_in_steps(job: Job) -> bool:
     """Return whether steps draw random numbers other than floats from PyTorch."""
     process = job.processes[0]
-    for kind in (Own, Global):
-        scans = [{*one.states} for one in process.of(kind)[:2]]
-        if len(scans) > 1 and scans[0] - scans[1]:
-            return True
+    scans = [{*one.states} for one in process.of(Own)[:2]]
+    if len(scans) > 1 and scans[0] - scans[1]:
+        return True
     drawn = {one.step for one in process.of(Drawn) if one.whole}
     return len(drawn) > len({one.step for one in process.of(Input)}) / 2
 
@@ -264,50 +216,25 @@ def other_orders(job: Job, least: int) -> str:
     return ""
 
 
-def equal_owners(job: Job) -> tuple[str, str, str]:
-    """Return (message, place, advice) if objects on two ranks draw the same numbers.
+def same_generators(job: Job) -> tuple[bool, str]:
+    """Return whether the script's own generators draw the same numbers on two ranks.
 
-    Otherwise, return three empty strings. One or two equal generators, at the same
-    positions on all ranks, may be meant for joint decisions.
+    Also return a message if they are too many for joint decisions, else "". They may be
+    at other positions, as if a generator's seed were a rank's number plus its position.
     """
-    ranks = []
-    for process in job.processes:
-        one, later = [*process.of(Own)[:2], None, None][:2]
-        pairs = zip(one.states, one.owners, strict=False) if later else ()
-        ranks.append([pair for pair in pairs if pair[0] not in later.states])
-    for (n, one), (m, other) in combinations(enumerate(ranks), 2):
-        for where in {owner: None for _, owner in one if owner}:
-            own = [state for state, owner in one if owner == where]
-            others = [state for state, owner in other if owner == where]
-            same = [(k, others.index(x)) for k, x in enumerate(own) if x in others]
-            shifts = {there - here for here, there in same}
-            if len(same) < 3 - (0 not in shifts) or len(shifts) > 1:
-                continue
-            text = f"{len(same)} of {len(own)} generators of rank {n} draw the same "
-            text += f"numbers as rank {m}'s"
-            if 0 in shifts:
-                return text, where, "Seed each with a number that depends on the rank."
-            text += f": number {same[0][0] + 1} those of its number {same[0][1] + 1}"
-            mend = "Give each rank its own seeds: seed + rank * (number of seeds) + i."
-            return text, where, mend
-    return "", "", ""
-
-
-def same_generators(job: Job) -> str | None:
-    """Return the line of generators that draw the same numbers on several ranks.
-
-    Return "" if their line is unknown, and None if there are no such generators.
-    """
-    for kind in (Own, Global):
-        scans = [process.of(kind)[:2] for process in job.processes]
-        drew = [{*x[0].states} - {*x[-1].states} for x in scans if x]
-        for one, other in combinations(drew, 2):
-            for state in one & other:
-                first = scans[0][0]
-                places = vars(first).get("owners", ())
-                return dict(zip(first.states, places, strict=False)).get(state, "")
-    made = Counter()
+    made, lists = Counter(), []
     for row in job.rows(Made):
         made[row[0].place] += len({one.state for one in row}) < len(row)
     often = max(3, len({one.step for one in job.of(Input)}) / 2)
-    return next((place for place, count in made.items() if count > often), None)
+    same = any(count > often for count in made.values())
+    for process in job.processes:
+        scans = [one.states for one in process.of(Own)[:2]]
+        lists.append([x for x in scans[0] if x not in scans[-1]] if scans else [])
+    for (n, one), (m, other) in combinations(enumerate(lists), 2):
+        shifts = Counter(other.index(x) - k for k, x in enumerate(one) if x in other)
+        same = same or bool(shifts)
+        for shift, count in shifts.most_common(1):
+            if count > 2 + (shift == 0) and len(one) == len(other):
+                what = f"{count} of {len(one)} generators of rank {n} draw the same "
+                return same, f"{what}numbers as generators of rank {m}"
+    return same, ""

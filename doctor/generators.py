@@ -1,12 +1,11 @@
 """Read the states of random generators, and find the lines that set them."""
 
-import ctypes
-import hashlib
 import random
 import sys
 
 from .event import Event
 from .record import torch
+from .sample import digest
 
 GENERATORS = {"torch": "PyTorch", "random": "random", "numpy": "NumPy", "cuda": "CUDA"}
 
@@ -24,64 +23,55 @@ def called(name: str) -> str:
     return GENERATORS.get(name, name.replace("its ", "the dataset's "))
 
 
-def setting(job, name: str, draw: Event) -> Seed | None:
-    """Return the last Seed event of a generator before a draw in the same process."""
-    process = next(x for x in job.processes if x.rank == draw.rank)
-    works = getattr(draw, "worker", None) is not None
-    own = process.loaders if works else process.events
-    own = [x for x in own if isinstance(x, Seed) and x.generator == name]
-    return next((x for x in reversed(own) if x.time <= draw.time), None)
-
-
 def cause(job, name: str, pair: list[Event]) -> tuple[str, str]:
     """Return the line that last set a generator, and its call if equal on all ranks."""
-    found = [setting(job, name, one) for one in pair]
-    calls = {one and one.call for one in found}
+    found = []
+    for draw in pair:
+        process = next(x for x in job.processes if x.rank == draw.rank)
+        works = getattr(draw, "worker", None) is not None
+        own = process.loaders if works else process.events
+        seeds = [x for x in own if isinstance(x, Seed) and x.generator == name]
+        earlier = [x for x in seeds if x.time <= draw.time]
+        found.append(earlier[-1] if earlier else None)
     place = found[0].place if found[0] else pair[0].place
-    if len(calls) == 1 and found[0]:
+    if found[0] and len({one and one.call for one in found}) == 1:
         return place, f", since {found[0].call} on each rank"
     return place, ""
 
 
 def states(dataset: object = None) -> dict[str, tuple[int, int]]:
     """Return {name: (state's hash, position)} for global and a dataset's generators."""
-    state = content(torch.random.default_generator.get_state())
-    found = {"torch": (hashed(state), int.from_bytes(state[16:20], "little"))}
+    state = bytes(torch.random.default_generator.get_state().tolist())
+    found = {"torch": (digest(state), int.from_bytes(state[16:20], "little"))}
     state = random.getstate()[1]
     found["random"] = hash(state), state[-1]
     if numpy := sys.modules.get("numpy"):
         _, keys, position, *_ = numpy.random.get_state()
-        state = keys.tobytes() + str(position).encode()
-        found["numpy"] = hashed(state), position
+        found["numpy"] = digest(keys.tobytes(), position), position
     if torch.cuda.is_initialized():
-        state = content(torch.cuda.get_rng_state())
-        found["cuda"] = hashed(state), int.from_bytes(state[8:16], "little")
+        state = bytes(torch.cuda.get_rng_state().tolist())
+        found["cuda"] = digest(state), int.from_bytes(state[8:16], "little")
     for name, own in getattr(dataset, "__dict__", {}).items():
-        bits = getattr(own, "bit_generator", getattr(own, "_bit_generator", None))
-        if isinstance(own, torch.Generator):
-            found[f"its {name}"] = hashed(content(own.get_state())), 0
-        elif isinstance(own, random.Random):
-            found[f"its {name}"] = hash(own.getstate()[1]), 0
-        elif bits is not None:
-            found[f"its {name}"] = hashed(repr(bits.state).encode()), 0
+        if (state := state_of(own)) is not None:
+            found[f"its {name}"] = state, 0
     return found
 
 
-def content(state) -> bytes:
-    """Return the bytes of a generator's state (a CPU tensor), without NumPy."""
-    return ctypes.string_at(state.data_ptr(), state.numel())
-
-
-def hashed(state: bytes) -> int:
-    """Return a hash of a generator's state."""
-    return int.from_bytes(hashlib.blake2b(state, digest_size=7).digest(), "big")
+def state_of(generator) -> int | None:
+    """Return a hash of a PyTorch, Python or NumPy generator's state; else None."""
+    if isinstance(generator, torch.Generator):
+        return digest(generator.get_state().tolist())
+    if isinstance(generator, random.Random):
+        return digest(generator.getstate())
+    numpys = getattr(
+        generator, "_bit_generator", None
+    )  # a Generator's or RandomState's
+    return None if numpys is None else digest(numpys.state)
 
 
 def drawn(before: dict, after: dict) -> tuple[dict[str, int], int]:
     """Return {name: old hash} of generators that drew, and the minimum draw count."""
     changed = {k: x for k, x in before.items() if k in after and after[k] != x}
-    counts = [0]
-    for name, (_, position) in changed.items():
-        moved = after[name][1] - position
-        counts.append(moved if name == "cuda" else moved % 624 or 624)
-    return {name: value[0] for name, value in changed.items()}, max(counts)
+    moved = {name: after[name][1] - position for name, (_, position) in changed.items()}
+    counts = [n if name == "cuda" else n % 624 or 624 for name, n in moved.items()]
+    return {name: state for name, (state, _) in changed.items()}, max(counts, default=0)

@@ -5,7 +5,8 @@ import inspect
 import sys
 import weakref
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, count, islice
+from traceback import walk_stack
 from types import FrameType
 
 from .record import LIBRARY, not_the_users, torch
@@ -24,13 +25,10 @@ class Objects:
 
     def search(self) -> None:
         """Search all Python objects for the script's own; this can take a second."""
-        self.found, known = [], {}
-        for one in gc.get_objects() if sys.getallocatedblocks() < BLOCKS else ():
-            kind = type(one)
-            if kind not in known:
-                known[kind] = is_users(kind)
-            if known[kind]:
-                self.found.append((kind.__name__, weakref.ref(one)))
+        every = gc.get_objects() if sys.getallocatedblocks() < BLOCKS else []
+        kinds = {kind for kind in {*map(type, every)} if is_users(kind)}
+        own = [one for one in every if type(one) in kinds]
+        self.found = [(type(one).__name__, weakref.ref(one)) for one in own]
 
     def tensors(self, weights: dict) -> dict:
         """Return {name: a few numbers} for tensors whose ids are not in `weights`."""
@@ -75,11 +73,8 @@ def is_users(kind: type) -> bool:
 
 def label_of(name: str, found: dict) -> str:
     """Return a name, followed by a number if the name is already used."""
-    number = 2
-    label = name
-    while label in found:
-        label, number = f"{name} #{number}", number + 1
-    return label
+    labels = chain([name], (f"{name} #{number}" for number in count(2)))
+    return next(one for one in labels if one not in found)
 
 
 def few_of(tensor):
@@ -94,27 +89,26 @@ def variables(frame: FrameType | None) -> tuple[dict[str, str], dict[str, int]]:
 
     A count is a whole number above 1, or the length of a list or tensor.
     """
-    texts, counts, seen = {}, {}, 0
-    while frame and seen < FRAMES:
-        code = frame.f_code
+    texts, counts, outside = {}, {}, (*not_the_users(), LIBRARY)
+    frames = [one for one, _ in walk_stack(frame)]
+    frames = [x for x in frames if not x.f_code.co_filename.startswith(outside)]
+    for one in frames[:FRAMES]:
+        code = one.f_code
         old = sys.version_info < (3, 13)  # f_locals is what locals() has returned
         named = old and {"locals", "vars", "dir"} & {*code.co_names}
-        if not code.co_filename.startswith((*not_the_users(), LIBRARY)):
-            values = {} if named else frame.f_locals
-            few = {k: x for k, x in values.items() if type(x) is str}
-            few = {k: x for k, x in few.items() if k[:2] != "__" and len(x) <= LONGEST}
-            own = [(k, count(x)) for k, x in [*values.items()][:LONGEST]]
-            counts = {k: x for k, x in own if x} | counts
-            texts, seen = few | texts, seen + 1
-            # Before Python 3.13, the frame would keep references to all values
-            own = type(values) is dict and code.co_flags & inspect.CO_OPTIMIZED
-            if own and sys.getrefcount(values) < 4:
-                values.clear()
-        frame = frame.f_back
+        values = {} if named else one.f_locals
+        few = {k: x for k, x in values.items() if type(x) is str and k[:2] != "__"}
+        texts = {k: x for k, x in few.items() if len(x) <= LONGEST} | texts
+        own = {k: count_of(x) for k, x in [*values.items()][:LONGEST]}
+        counts = {k: x for k, x in own.items() if x} | counts
+        # Before Python 3.13, the frame would keep references to all values
+        own = type(values) is dict and code.co_flags & inspect.CO_OPTIMIZED
+        if own and sys.getrefcount(values) < 4:
+            values.clear()
     return texts, counts
 
 
-def count(value) -> int:
+def count_of(value) -> int:
     """Return a whole number's value, a list's or tensor's length, or else 0."""
     if type(value) is torch.Tensor:  # other types may communicate
         if value.numel() == 1 and value.is_cpu and not value.requires_grad:

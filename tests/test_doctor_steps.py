@@ -736,5 +736,5 @@ def test_the_pages_that_explain_a_mistake_exist():
         assert there.get(kind, [*ROOT.glob(f"{one.read}*")]), one.name
         file = re.search(r"To read more:\s+(/\S+\.md)", explanation(one))
         assert file and Path(file[1]).exists(), one.name
-    told = " ".join(explanation(CHECKS["wrong_accuracy"]).split())  # it may be a RISK
+    told = " ".join(explanation(CHECKS["wrong_number"]).split())  # it may be a RISK
     assert "(usually WRONG; law 7" in told and "A RISK is not a mistake if: " in told

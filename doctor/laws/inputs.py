@@ -1,6 +1,7 @@
 """Law 3: the ranks' random streams differ. Checks inputs and seeds."""
 
 from collections import Counter
+from collections.abc import Iterator
 from itertools import combinations, groupby, pairwise
 from statistics import fmean, pstdev
 
@@ -32,14 +33,15 @@ def same_inputs(job):
     if not same_rows(first) or other_targets(job):
         found = [*argument(job)]
         yield from found or places(job)
-        return
-    lines, _ = same_draws(job)
-    if lines and not any(one.loaded for own in first for one in own):
-        what, place, _ = worded(job, *next(iter(lines.items())))
-        yield Breach(f"{what}, and the network's inputs are equal", place)
+    elif not any(one.loaded for own in first for one in own):
+        lines, _ = same_draws(job)
+        for line, one in [*lines.items()][:1]:
+            breach = worded(job, line, one)
+            breach.what += ", and the network's inputs are equal"
+            yield breach
 
 
-def argument(job: Job):
+def argument(job: Job) -> Iterator[Breach]:
     """Yield a breach if one input is equal on all ranks, although another differs."""
     lists = [{one.step: one for one in own} for own in inputs(job)]
     steps = [step for step in lists[0] if all(step in own for own in lists)]
@@ -56,30 +58,27 @@ def argument(job: Job):
             return
 
 
-def places(job: Job):
+def places(job: Job) -> Iterator[Breach]:
     """Yield a breach if two ranks change different samples at the same positions."""
     calls = {}
-    for _, row in groupby(job.rows(Input), lambda row: row[0].step):
-        for number, one in enumerate(row):
-            if len({x.network for x in one}) == 1:
-                calls.setdefault((one[0].network, number), []).append(one)
+    for _, group in groupby(job.rows(Input), lambda row: row[0].step):
+        for number, row in enumerate(group):
+            if len({one.network for one in row}) == 1:
+                calls.setdefault((row[0].network, number), []).append(row)
     for rows in calls.values():
         for n, m in combinations(range(min(4, len(rows[0]))), 2):
             steps = [gains(x[n], x[m], y[m]) for x, y in pairwise(rows)]
-            steps = [step for step in steps if step]
             every = [gain for step in steps for gain in step]
-            if len(every) < 100 or len(steps) < 8:
+            often = sum(sum(step) > 0 for step in steps)
+            if len(every) < 100 or often < max(8, 0.9 * len(steps)):
                 continue
-            mean, error = fmean(every), pstdev(every) / len(every) ** 0.5
-            often = sum(fmean(step) > 0 for step in steps)
-            if mean > max(0.05, 10 * error) and often > 0.9 * len(steps):
+            if fmean(every) > max(0.05, 10 * pstdev(every) / len(every) ** 0.5):
                 what = f"in {often} of {len(steps)} steps, different samples of ranks "
-                what += f"{n} and {m} have equal numbers at the same places (by "
-                what += f"{mean:.0%} more than other samples)"
-                if (place := same_generators(job)) is None:
+                what += f"{n} and {m} have equal numbers at the same places"
+                if not same_generators(job)[0]:
                     raise Doubt(what)
                 what += ", and the script's own generators draw the same numbers"
-                yield Breach(what, place or rows[0][0].place, mend=STRATA)
+                yield Breach(what, rows[0][0].place, mend=STRATA)
                 return
 
 
@@ -99,23 +98,23 @@ def gains(one: Input, other: Input, later: Input) -> list[float]:
 
 def alike(one: list[float], other: list[float]) -> float | None:
     """Return the share of positions with equal numbers, except padding at the ends."""
-    starts, ends = zip(middle(one), middle(other), strict=True)
-    found = [one[n] == other[n] for n in range(max(starts), min(ends))]
-    return fmean(found) if found else None
+    both = unpadded(one) & unpadded(other)
+    return fmean(one[n] == other[n] for n in both) if both else None
 
 
-def middle(row: list[float]) -> tuple[int, int]:
-    """Return the start and end of a row without its padding (runs of equal numbers)."""
-    first = next((n for n, x in enumerate(row) if x != row[0]), len(row))
-    last = next((n for n, x in enumerate(row[::-1]) if x != row[-1]), len(row))
-    return first * (first > 1), len(row) - last * (last > 1)
+def unpadded(row: list[float]) -> set[int]:
+    """Return the positions of a row outside runs of equal numbers at its ends."""
+    first, last = (len([*next(groupby(x))[1]]) for x in (row, row[::-1]))
+    return {*range(first * (first > 1), len(row) - last * (last > 1))}
 
 
 @check(LAW, RISK, causes=[same_random_numbers], read="pitfall 9")
 def seeds_restart(job):
     """Each epoch draws the same random numbers as an earlier one.
 
-    At the start of each epoch, call torch.manual_seed(seed + 1000 * epoch + rank).
+    At the start of each epoch, call torch.manual_seed(seed + 1000 * epoch + rank). Seed
+    a dataset's own generator in worker_init_fn with torch.initial_seed(), because each
+    epoch's loader processes copy the generator.
     Not a mistake if: each epoch is meant to draw the same numbers.
     """
     several(job)
@@ -129,12 +128,7 @@ def seeds_restart(job):
         name, one = again[0]
         what = f"{called(name)} has the same states in epoch "
         what += f"{process.epochs.index(one.epoch)} as in an earlier one, in "
-        what += f"{len(again)} draws"
-        mend = ""
-        if name.startswith("its ") and one.worker is not None:
-            mend = "The loader processes copy the dataset's generator in each epoch: "
-            mend += "seed it in worker_init_fn with torch.initial_seed()."
-        yield Breach(what, cause(job, name, [one])[0], mend=mend)
+        yield Breach(f"{what}{len(again)} draws", cause(job, name, [one])[0])
 
 
 @check(LAW, RISK, effects=[left_out], read="pitfall 9")
@@ -149,39 +143,31 @@ def shifted_numbers(job):
     several(job)
     undivided(job)
     ranks = [streams(process) for process in job.processes]
-    for name in ranks[0]:
-        own = [(n, one[name]) for n, one in enumerate(ranks) if name in one]
+    for key in ranks[0]:
+        own = [(n, one[key]) for n, one in enumerate(ranks) if key in one]
         for (n, first), (m, other) in combinations(own, 2):
-            if steps := shifted(first, other):
-                (told, place), (one, two) = name, steps[0]
-                what = f"{told} draws the same numbers on rank {n} in step {one + 1} "
-                what += f"and on rank {m} in step {two + 1}, and so on: "
-                yield Breach(f"{what}{len(steps)} times", place)
-                return
+            pairs = [(first[x], other[x]) for x in first.keys() & other.keys()]
+            for distance, count in Counter(b - a for a, b in pairs).most_common(1):
+                if distance and count >= max(3, len(other) / 5, 0.8 * len(pairs)):
+                    what = f"{key[0]} draws the same numbers on ranks {n} and {m}, but "
+                    what += f"in steps whose numbers differ by {abs(distance)} "
+                    yield Breach(f"{what}({count} times)", key[1])
+                    return
 
 
 def streams(process: Process) -> dict[tuple[str, str], dict[tuple, int]]:
     """Return {(call, line): {drawn numbers or seed: the first step with them}}."""
     found, counts = {}, Counter()
     for one in reversed(process.events):  # the first step is kept
-        name = value = None
         if isinstance(one, Drawn) and one.name not in MADE:
             name, value = f"torch.{one.name}()", one.value
         elif isinstance(one, Made):
             name, value = "numpy.random.default_rng()", one.state
         elif isinstance(one, Seed):
             name, value = called(one.generator), one.call
-        if name:
-            counts[name, one.place, one.step] += 1  # the number of the draw in its step
-            key = value, counts[name, one.place, one.step]
-            found.setdefault((name, one.place), {})[key] = one.step
+        else:
+            continue
+        counts[name, one.place, one.step] += 1  # the number of the draw in its step
+        key = value, counts[name, one.place, one.step]
+        found.setdefault((name, one.place), {})[key] = one.step
     return found
-
-
-def shifted(one: dict, other: dict) -> list[tuple[int, int]]:
-    """Return pairs of steps, equally far apart, in which two ranks' draws are equal."""
-    pairs = sorted((one[key], other[key]) for key in one.keys() & other.keys())
-    for distance, count in Counter(b - a for a, b in pairs).most_common(1):
-        if distance and count >= max(3, len(other) / 5, 0.8 * len(pairs)):
-            return [pair for pair in pairs if pair[1] - pair[0] == distance]
-    return []

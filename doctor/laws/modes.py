@@ -1,7 +1,5 @@
 """Law 6: every weight learns. Checks the modes in which layers run."""
 
-import weakref
-
 from ..event import Event
 from ..law import RISK, Breach, check, need
 from ..loaders import EpochEnd, Loaders
@@ -41,14 +39,10 @@ class Modes(Watcher):
     """Records the modes of batch norm and dropout layers."""
 
     def __init__(self):
-        self.stateful = weakref.WeakKeyDictionary()  # weak references, too
         self.pending, self.validated = None, set()
 
     def on_output(self, network, outputs, batch) -> None:
         """Record a network's mode, if its batch is not from the training loader."""
-        if network not in self.stateful:
-            found = weakref.WeakSet(one for one in network.modules() if kind(one))
-            self.stateful[network] = found
         self.pending, gradients = None, torch.is_grad_enabled()
         current = Loaders.here.current
         if batch is None or current is None or not recorder.step:
@@ -60,24 +54,26 @@ class Modes(Watcher):
             network=type(network).__name__,
             loader=current.loader,
             epoch=current.epoch,
-            training=any(one.training for one in self.stateful[network]),
+            training=any(one.training for one in network.modules() if kind(one)),
             gradients=gradients,
             place=place(),
         )
-        if gradients:
-            self.pending = key, event  # unless a backward pass follows
-        else:
-            self.validated.add(key)
-            recorder.write(event)
+        self.pending = key, event
+        if not gradients:  # or else, a backward pass may follow
+            self.keep()
+
+    def keep(self) -> None:
+        """Record the pending event."""
+        if self.pending:
+            self.validated.add(self.pending[0])
+            recorder.write(self.pending[1])
+            self.pending = None
 
     def on_backward(self, root) -> None:
         self.pending = None
 
     def on_batch(self, epoch, batch, seconds) -> None:
-        if self.pending:
-            self.validated.add(self.pending[0])
-            recorder.write(self.pending[1])
-            self.pending = None
+        self.keep()
 
     def on_summary(self) -> None:
         """Write an event for each layer."""
@@ -107,10 +103,10 @@ class Modes(Watcher):
 # --- checks ---
 
 
-def modes(job) -> list[list[Mode]]:
-    """Return the last Mode event of each layer, for each process."""
-    found = [process.of(Mode) for process in job.processes]
-    return [[x for x in own if x.step == own[-1].step] for own in found]
+def layers(job) -> list[Mode]:
+    """Return the last Mode event of each layer of rank 0's networks."""
+    own = job.processes[0].of(Mode)
+    return [one for one in own if one.step == own[-1].step]
 
 
 @check(LAW, RISK, needs=[Mode], causes=LOST, read="README")
@@ -121,22 +117,18 @@ def frozen_in_train_mode(job):
     it, because train() changes all submodules.
     Not a mistake if: its dropout or batch norm layers are meant to work as in training.
     """
-    still = [one for one in modes(job)[0] if not (one.lives or one.moves)]
-    for kinds, mode in (
-        ("batch norm", "train without gradients"),
-        ("batch norm", "train"),
-        ("dropout", "train without gradients"),
-    ):
-        if found := [x for x in still if x.kind == kinds and often(job, x, mode)]:
-            how = " under no_grad()" * (mode != "train")
-            what = f"{len(found)} {kinds} layers of frozen modules run in "
-            what += f"training mode{how}: {listed([one.name for one in found])}"
+    frozen = [one for one in layers(job) if not (one.lives or one.moves)]
+    bare = "train without gradients"  # with gradients, dropout may be right (LoRA)
+    for wanted, modes in (("batch norm", ("train", bare)), ("dropout", (bare,))):
+        found = []
+        for one in frozen:
+            steps = max(len(one.ran.get(mode, ())) for mode in modes)
+            if one.kind == wanted and steps >= max(3, job.watched / 2):
+                found.append(one)
+        if found:
+            what = f"{len(found)} {wanted} layers of frozen modules run in training "
+            what += f"mode: {listed([one.name for one in found])}"
             yield Breach(what, found[0].place)
-
-
-def often(job, layer: Mode, mode: str) -> bool:
-    """Return whether a layer ran in this mode in most watched steps."""
-    return len(layer.ran.get(mode, ())) >= max(3, job.watched / 2)
 
 
 @check(LAW, RISK, causes=[frozen_in_train_mode], read="docs/found.md")
@@ -147,22 +139,17 @@ def eval_mode(job):
     Not a mistake if: dropout and batch norm are meant to behave this way.
     """
     need(job.of(Mode) or job.of(Validation), "no batch norm or dropout layer ran")
-    for own, process in zip(modes(job)[:1], job.processes, strict=False):
-        steps = {one.step for one in process.of(Step) if one.watched}
-        layers = [one for one in own if one.lives]
-        trains = {n for one in layers for n in one.ran.get("train", ())}
-        evals = {n for one in layers for n in one.ran.get("eval", ())}
-        found = sorted((evals - trains) & steps)
-        if found:
-            what = f"in {len(found)} of {len(steps)} steps, from step {found[0] + 1} "
-            names = listed([one.name for one in layers], 2)
-            what += f"on, a network trains in evaluation mode: {names}"
-            yield Breach(what, layers[0].place)
-    for one in validations(job):
-        if one.training:
-            what = f"rank {one.rank} validates {one.network} in training mode"
-            yield Breach(what, one.place)
-            return
+    steps = {one.step for one in job.processes[0].of(Step) if one.watched}
+    own = [one for one in layers(job) if one.lives]
+    trains = {n for one in own for n in one.ran.get("train", ())}
+    evals = {n for one in own for n in one.ran.get("eval", ())}
+    if found := sorted((evals - trains) & steps):
+        what = f"in {len(found)} of {len(steps)} steps, from step {found[0] + 1} on, a "
+        what += f"network trains in evaluation mode: {listed([x.name for x in own], 2)}"
+        yield Breach(what, own[0].place)
+    for one in [one for one in validations(job) if one.training][:1]:
+        what = f"rank {one.rank} validates {one.network} in training mode"
+        yield Breach(what, one.place)
 
 
 def validations(job) -> list[Validation]:

@@ -3,61 +3,51 @@
 import re
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from math import inf
 
-from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need
+from ..law import RISK, WRONG, Breach, Law, NotJudged, check, need
 from ..loaders import Batch, Epoch, EpochEnd
 from ..moments import Step
 from ..numbers import BEST, REPEATED, Group, Number, others, results
 from ..results import OTHER, Measured, Printed, repeated
 from .gradient import fits, near, not_averaged
 from .passes import Update
-from .ranks import contents_differ
 from .replicas import names_differ, weights_differ, weights_drift
 from .samples import datasets_differ
 
 LAW = Law(7, "printed", "Printed results are true")
-CAUSES = datasets_differ, contents_differ, not_averaged
-CAUSES += names_differ, weights_differ, weights_drift
+CAUSES = datasets_differ, not_averaged, names_differ, weights_differ, weights_drift
 SORT = (
     "Put the gathered predictions into the order of the labels, or gather the labels "
     "too: DistributedSampler gives rank r the samples r, r + world_size, ..."
 )
-
-
-@dataclass
-class Site:
-    """All output that one line of the script prints on one rank."""
-
-    kind: str
-    place: str
-    words: str  # the printed line without its numbers
-    right: int = 0
-    unknown: int = 0
-    fits: list[dict] = field(default_factory=list)  # mistakes that fit
+WHAT = {"accuracy": ("hits",), "error": ("hits",), "top5": ("top5",)}
+WHAT |= dict.fromkeys(("loss", "perplexity"), ("loss", "root"))
 
 
 def groups(job) -> list[Group]:
     """Return groups of measurements, by time: one per pass and network (or loss)."""
-    found, stepped, parts, again = {}, set(), divided(job), repeated(job)
+    found, parts, again = {}, divided(job), repeated(job)
+    stepped = {(one.loader, one.epoch) for one in job.of(Step)}
+    stepped |= {(one.loader, one.epoch) for one in job.of(EpochEnd) if one.steps}
     for process in job.processes:
-        steps = {(one.loader, one.epoch) for one in process.of(Step)}
-        steps |= {(x.loader, x.epoch) for x in process.of(EpochEnd) if x.steps}
-        stepped |= steps
         keys = {(x.loader, x.epoch, x.number): x for x in process.of(Batch)}
         for one in process.of(Measured):
             if one.what in ("pairs", "seen") or (one.what == "root" and not parts):
                 continue
-            loaderless = one.loader is None
-            name = one.what, one.source, one.loader, one.epoch
-            if loaderless:
+            name = key = one.what, one.source, one.loader, one.epoch
+            if one.loader is None:
                 begun = again.get((process.rank, one.after), ())
                 name += one.after, one.trains, sum(x <= one.at for x in begun)
             if name not in found:
-                feed = process.loader(one.loader) if not loaderless else None
-                found[name] = Group(one.what, one.source, one.loader, one.epoch)
-                found[name].total = feed.samples or 0 if feed else 0
-                found[name].parts = parts if one.what == "root" else 1
+                group = found[name] = Group(*key)
+                group.parts = parts if one.what == "root" else 1
+                group.trains = one.trains
+                if one.loader is not None:
+                    group.trains = (one.loader, one.epoch) in stepped
+                    feed = process.loader(one.loader)
+                    group.total = feed and feed.samples or 0
             group = found[name]
             batch = keys.get((one.loader, one.epoch, one.number))
             known = batch and (batch.indices or batch.rows)
@@ -71,8 +61,6 @@ def groups(job) -> list[Group]:
             group.ranks.setdefault(process.rank, []).append(row)
             group.times.setdefault(process.rank, []).append(one.at)
             group.step = max(group.step, one.after)
-            fed = (one.loader, one.epoch) in stepped
-            group.trains = one.trains if loaderless else fed
     return sorted(found.values(), key=lambda one: max(map(max, one.times.values())))
 
 
@@ -102,30 +90,19 @@ def divided(job) -> int:
     return found.most_common(1)[0][0] if found else 1
 
 
-def judged(job) -> list[Site]:
-    """Return the lines that print results after a pass, and count the right results."""
-    sites, everything, running = {}, groups(job), set()
+def judged(job) -> dict[tuple, list]:
+    """Return {(rank, line, words, position, kind): what judge() returns per print}.
+
+    Lines that also print within a pass are left out.
+    """
+    sites, everything = {}, groups(job)
     for line in job.of(Printed):
+        words = re.sub(r"\d[\d.]*", "#", line.text)  # helpers print many texts
+        words = " ".join(words.split())
         for order, number in enumerate(results(line.text)):
-            known = judge(job, everything, line, number)
-            words = re.sub(r"\d[\d.]*", "#", line.text)  # helpers print many texts
-            words = re.sub(" +", " ", words)
             key = line.rank, line.place, words, order, number.kind
-            if known is None:
-                running.add(key)  # this line also prints within a pass
-                continue
-            site = sites.setdefault(key, Site(number.kind, line.place, words))
-            if known is True:
-                site.right += 1
-            elif known:
-                site.fits.append(known)
-            else:
-                site.unknown += 1
-    return [site for key, site in sites.items() if key not in running]
-
-
-WHAT = {"accuracy": ("hits",), "error": ("hits",), "top5": ("top5",)}
-WHAT |= dict.fromkeys(("loss", "perplexity"), ("loss", "root"))
+            sites.setdefault(key, []).append(judge(job, everything, line, number))
+    return {key: known for key, known in sites.items() if None not in known}
 
 
 def judge(job, everything: list[Group], line: Printed, number: Number):
@@ -147,10 +124,12 @@ def judge(job, everything: list[Group], line: Printed, number: Number):
     if trained and in_a_pass(process, line.time):
         return None
     ends = {(x.loader, x.epoch): x.batches for x in process.of(EpochEnd)}
-    batches = [ends.get((one.loader, one.epoch), 10**9) for one in trained]
-    rows = [len(one.ranks.get(line.rank, ())) for one in trained]
+    done = [
+        one
+        for one in trained
+        if len(one.ranks.get(line.rank, ())) >= ends.get((one.loader, one.epoch), inf)
+    ]
     latest = max((one.epoch or 0 for one in trained), default=0)
-    done = [one for one, n, m in zip(trained, rows, batches, strict=True) if n >= m]
     passes = [one for one in done if one.epoch == latest] + evals
     if not passes:
         if not evals and number.split == "train":
@@ -178,9 +157,9 @@ def judge(job, everything: list[Group], line: Printed, number: Number):
         if one.what == "pairs" and same and number.equals((hits, len(one.values))):
             name = "which compares predictions with the labels of other samples"
             fits = {name: (line, number, SORT, same[0].right(line.text, line.rank)[0])}
-    if fits and number.kind in ("loss", "perplexity"):
+    if number.kind in ("loss", "perplexity"):
         gaps = [abs(number.turned(one[3]) / number.value - 1) for one in fits.values()]
-        return {} if min(gaps) < 0.01 else fits
+        return {} if min(gaps, default=0) < 0.01 else fits
     return fits
 
 
@@ -209,11 +188,10 @@ def together(passes: list[Group]) -> list[Group]:
             found.setdefault(key, []).append(one)
     merged = []
     for same in found.values():
-        ranks = {}
-        for one in same if len(same) > 1 else ():
-            for rank, rows in one.ranks.items():
-                ranks.setdefault(rank, []).extend(rows)
-        merged += [replace(same[0], ranks=ranks)] if ranks else []
+        if len(same) > 1:
+            ranks = {rank for one in same for rank in one.ranks}
+            rows = {n: [x for one in same for x in one.ranks.get(n, ())] for n in ranks}
+            merged.append(replace(same[0], ranks=rows))
     return merged
 
 
@@ -227,10 +205,9 @@ def other_order(group: Group, pairs: Measured) -> bool:
 
 def in_a_pass(process, moment: float) -> bool:
     """Return whether a process was reading training batches at a given moment."""
-    begun = [x for x in process.of(Epoch) if x.loader == process.training]
-    ended = [x for x in process.of(EpochEnd) if x.loader == process.training]
-    count = sum(x.time < moment for x in begun) - sum(x.time < moment for x in ended)
-    return count > 0
+    passes = process.of(Epoch) + process.of(EpochEnd)
+    own = [x for x in passes if x.loader == process.training and x.time < moment]
+    return sum(1 if isinstance(one, Epoch) else -1 for one in own) > 0
 
 
 def unchecked(job) -> str:
@@ -240,82 +217,49 @@ def unchecked(job) -> str:
         if known := OTHER.search(line.text):
             return f"{known[1]} at {line.place}"
         for name, value in others(line.text):
-            values = seen.setdefault((name, line.rank, line.place), set())
-            values.add(value)
-            if len(values) > 1:
+            if seen.setdefault((name, line.rank, line.place), value) != value:
                 return f"{name} at {line.place}"
     return ""
 
 
-@check(LAW, RISK, general=True, causes=CAUSES, read="pitfall 16")
+@check(LAW, WRONG, general=True, causes=CAUSES, read="pitfall 16")
 def wrong_number(job):
     """A printed result does not match the network's outputs.
 
-    Sum the numerator and the number of samples over all ranks, and divide once.
-    Not a mistake if: the line is meant to cover one rank's samples only.
+    Sum the numerator and the number of samples over all ranks, without the samples
+    that DistributedSampler repeats, and divide once.
+    Not a mistake if: the line is meant to cover one rank or one batch only.
     """
     need(job.of(Printed), "no accuracy or loss was printed")
     sites = need(judged(job), "no accuracy or loss was printed after a pass")
-    unknown, counts, found = [], Counter(), False
-    for site in sites:
-        result = "accuracies" if "hits" in WHAT[site.kind] else "losses"
-        result = "accuracies" if site.kind == "top5" else result
-        counts[result] += site.right + site.unknown + len(site.fits)
-        counts["right", result] += site.right
-        names = Counter(name for one in site.fits for name in one)
-        least = 1 if result == "accuracies" else 2
+    unknown, right, counts, found = [], Counter(), Counter(), False
+    for (rank, place, _, _, kind), known in sites.items():
+        result = "losses" if kind in ("loss", "perplexity") else "accuracies"
+        wrong = [one for one in known if one is not True]
+        counts[result] += len(known)
+        right[result] += len(known) - len(wrong)
+        names = Counter(name for one in wrong for name in one)
         name, count = names.most_common(1)[0] if names else ("", 0)
-        others = site.unknown + len(site.fits)
-        least = 2 if "a share of" in name else least
-        if count >= least and count > 0.6 * others:
+        least = 2 if result == "losses" or "a share of" in name else 1
+        if count >= least and count > 0.6 * len(wrong):
             found = True
-            yield Breach("", site.place, facts=(site, name, others))
-        elif others:
-            unknown.append(site)
-    kinds = [one for one in ("accuracies", "losses") if counts[one]]
-    text = ", ".join(f"{counts['right', x]} of {counts[x]} {x}" for x in kinds)
+            line, number, mend, ratio = [one[name] for one in wrong if name in one][-1]
+            what = f"rank {rank} prints {number.text}, {name}"
+            if ratio:
+                true = number.turned(ratio)
+                true /= 100 if true > 20 * number.value > 0 else 1  # a share, not in %
+                what += f"; counting each sample once gives {true:.4f}"
+            what += f" ({count} of {len(known)} prints)" * (len(known) > 1)
+            unsure = result == "losses" or (" only" in name and "divided" not in name)
+            yield Breach(what, place, level=RISK * unsure, mend=mend)
+        elif wrong:
+            unknown.append(place)
+    text = ", ".join(f"{right[x]} of {counts[x]} {x}" for x in sorted(counts))
     if other := unchecked(job):
         raise NotJudged(f"{text} could be checked, but not {other}")
     if unknown:
-        where = unknown[0].place
-        raise NotJudged(f"{text} could be checked, but not all of those at {where}")
+        raise NotJudged(
+            f"{text} could be checked, but not all of those at {unknown[0]}"
+        )
     if not found:
         yield f"{text} equal the recomputed ones"
-
-
-def told(breach: Breach, level: str) -> Breach:
-    """Return the breach for a wrong result."""
-    site, name, others = breach.facts
-    rows = [one[name] for one in site.fits if name in one]
-    line, number, mend, right = rows[-1]
-    what = f"rank {line.rank} prints {number.text}, {name}"
-    if right:
-        true = number.turned(right)
-        true /= 100 if true > 20 * number.value > 0 else 1  # a share, not in %
-        what += f"; counting each sample once gives {true:.4f}"
-    if others + site.right > 1:
-        what += f" ({len(rows)} of {others + site.right} prints)"
-    only = " only" in name and "divided" not in name
-    return Breach(what, line.place, level=RISK if only else level, mend=mend)
-
-
-@explains(wrong_number, WRONG)
-def wrong_accuracy(job, breach):
-    """A printed accuracy does not count each validation sample once.
-
-    Sum the correct predictions and the samples over all ranks, without the samples
-    that DistributedSampler repeats, and divide once.
-    Not a mistake if: the line is meant to cover one rank's samples only.
-    """
-    site = breach.facts[0]
-    return told(breach, WRONG) if WHAT[site.kind] != WHAT["loss"] else None
-
-
-@explains(wrong_number, RISK)
-def wrong_loss(job, breach):
-    """A printed loss is not the mean over all ranks' samples (or tokens).
-
-    Sum the losses and the samples over all ranks, and divide once.
-    Not a mistake if: the line is meant to cover one rank or one batch only.
-    """
-    return told(breach, RISK)

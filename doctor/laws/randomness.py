@@ -7,21 +7,12 @@ import threading
 from collections import Counter
 from dataclasses import field
 from functools import partial
+from traceback import walk_stack
 
-from ..draws import (
-    MADE,
-    MANY,
-    Drawn,
-    Draws,
-    Same,
-    equal_owners,
-    same_draws,
-    same_generators,
-    since,
-)
+from ..draws import MADE, MANY, Drawn, Draws, Same, same_draws, same_generators, since
 from ..event import Compiles, Event
-from ..generators import GENERATORS, Seed, called, cause, drawn, states
-from ..law import RISK, Breach, Law, NotJudged, check, explains, several
+from ..generators import Seed, called, cause, drawn, states
+from ..law import RISK, Breach, Law, NotJudged, check, several
 from ..loaders import Loaders
 from ..moments import Moments
 from ..record import not_the_users, place, recorder, torch, wrap
@@ -31,12 +22,10 @@ from .samples import same_samples, undivided
 
 LAW = Law(3, "randomness", "Random streams differ")
 FETCHES = 15  # maximum number of batches to record per pass and process
-NOISE = "Give the script's own generator a seed that depends on the rank."
-LATE = (
-    "Draw what must be equal on all ranks from a separate torch.Generator(), or "
-    "inside torch.random.fork_rng(): torch.manual_seed() changes all later draws."
+WORKERS = (
+    "Seed PyTorch, and a generator given to the DataLoader, by epoch and rank; seed "
+    "other generators in worker_init_fn with torch.initial_seed()."
 )
-WORDS = {"forward": "forward passes", "fetch": "batches"}
 
 
 class Draw(Event, limit=2000):
@@ -58,8 +47,7 @@ class Randomness(Watcher):
     """Compares the states of generators before and after they may be used."""
 
     def __init__(self):
-        self.states = None
-        self.step, self.number, self.counts = -1, 0, Counter()
+        self.states, self.counts = None, Counter()
 
     def hooks(self) -> None:
         for name in ("manual_seed", "set_rng_state"):
@@ -79,15 +67,13 @@ class Randomness(Watcher):
 
     def seeded(self, generator: str, name: str, call, *args, **kwargs):
         result = call(*args, **kwargs)
-        caller = sys._getframe(2)
+        files = (one.f_code.co_filename for one, _ in walk_stack(sys._getframe(2)))
         wraps = "_dynamo", "_compile.py"  # torch.compile wraps manual_seed()
-        while any(one in caller.f_code.co_filename for one in wraps):
-            caller = caller.f_back
-        torchs = caller.f_code.co_filename.startswith(not_the_users()[:2])
-        if not recorder.full(Seed) and not torchs:
+        caller = next(x for x in files if not any(one in x for one in wraps))
+        if not recorder.full(Seed) and not caller.startswith(not_the_users()[:2]):
             value = args[0] if args and isinstance(args[0], int) else ""
-            text = f"{name}({value})"
-            recorder.write(Seed(generator=generator, call=text, place=place()))
+            call = f"{name}({value})"
+            recorder.write(Seed(generator=generator, call=call, place=place()))
         return result
 
     def fetch(self, call, fetcher, indices):
@@ -100,9 +86,9 @@ class Randomness(Watcher):
             epoch += self.counts["fetchers"] - 1
         else:
             loader, epoch = Loaders.here.fetching.loader, Loaders.here.fetching.epoch
-        key = loader, epoch
-        self.counts[key] += 1
-        seen = self.counts[key] <= FETCHES and recorder.watching
+        number = self.counts[loader, epoch]
+        self.counts[loader, epoch] += 1
+        seen = number < FETCHES and recorder.watching
         before, Draws.here.inside = seen and states(fetcher.dataset), seen
         inner = threading.current_thread() is threading.main_thread()
         Moments.here.depth += inner  # a dataset's module, such as a crop, is no network
@@ -111,14 +97,12 @@ class Randomness(Watcher):
         finally:
             Draws.here.inside = False
             Moments.here.depth -= inner
-        if not seen:
-            return result
-        own, count = drawn(before, states(fetcher.dataset))
-        draw = Draw(where="fetch", number=self.counts[key] - 1, states=own, count=count)
-        draw.loader, draw.epoch, draw.worker = loader, epoch, worker and worker.id
-        if worker and draw.number == 0:
-            draw.fields = plain(fetcher.dataset)
-        recorder.write(draw)
+        if seen:
+            own, count = drawn(before, states(fetcher.dataset))
+            draw = Draw(where="fetch", number=number, states=own, count=count)
+            draw.loader, draw.epoch, draw.worker = loader, epoch, worker and worker.id
+            draw.fields = plain(fetcher.dataset) if worker and not number else {}
+            recorder.write(draw)
         return result
 
     def on_input(self, network, inputs) -> None:
@@ -130,11 +114,10 @@ class Randomness(Watcher):
         if not self.states or not any(one.training for one in network.modules()):
             return
         own, count = drawn(self.states, states())
-        if own and torch.is_grad_enabled():
-            if self.step != recorder.step:
-                self.step, self.number = recorder.step, -1
-            self.number += 1
-            draw = Draw(where="forward", number=self.number, states=own, count=count)
+        if own:
+            number = self.counts["forward", recorder.step]
+            self.counts["forward", recorder.step] += 1
+            draw = Draw(where="forward", number=number, states=own, count=count)
             draw.drops = any(dropout(one) for one in network.modules())
             draw.place = Moments.here.where
             if current := Loaders.here.current:
@@ -170,75 +153,69 @@ def draws(job, where: str) -> list[dict[tuple, Draw]]:
     return found
 
 
-def equal(rows: list[dict]) -> tuple[Counter, list[str], int, list[Draw]]:
-    """Return {generator: number of draws in which two ranks have equal states}.
+def equal(rows: list[dict]) -> tuple[dict[str, list[bool]], list[Draw]]:
+    """Return {generator: whether two ranks have equal states, in each common draw}.
 
-    Also return the generators with too many equal states for chance (see since()), how
-    many draws were compared, and the ranks' first equal draws.
+    Also return the ranks' first equal draws.
     """
-    keys = sorted(key for key in rows[0] if all(key in row for row in rows))
     found, pair = {}, []
-    for key in keys:
+    for key in sorted(key for key in rows[0] if all(key in row for row in rows)):
         ranks = [row[key] for row in rows]
         for name in ranks[0].states:
-            values = [one.states.get(name) for one in ranks]
-            values = [one for one in values if one is not None]
+            values = [one.states[name] for one in ranks if name in one.states]
             same = len({*values}) < len(values)
             found.setdefault(name, []).append(same)
             pair = pair or ranks * same
-    names = [name for name, same in found.items() if since(same) is not None]
-    return Counter({x: sum(n) for x, n in found.items()}), names, len(keys), pair
+    return found, pair
 
 
 @check(LAW, RISK, general=True, causes=[same_samples], read="pitfall 9")
 def same_random_numbers(job):
-    """Ranks draw the same random numbers.
+    """Ranks draw the same random numbers, for example for augmentation or dropout.
 
-    At the start of each epoch, call torch.manual_seed(seed + 1000 * epoch + rank).
-    Not a mistake if: all ranks are meant to draw the same numbers.
+    At the start of each epoch, call torch.manual_seed(seed + 1000 * epoch + rank). Seed
+    the script's own generators differently on each rank, too.
+    Not a mistake if: all ranks are meant to draw the same numbers, such as a size, or
+    the network itself is divided between the ranks.
     """
     several(job)
     undivided(job)
     held, some, found = [], "", False
-    for where in ("forward", "fetch"):
+    for where, words in (("forward", "forward passes"), ("fetch", "batches")):
         rows = draws(job, where)
-        same, names, count, pair = equal(rows)
+        same, pair = equal(rows)
+        names = [name for name, one in same.items() if since(one) is not None]
+        count, most = (max(map(f, same.values()), default=0) for f in (len, sum))
         shared = max((one[k].count for one in rows for k in one), default=0)
         decided = where == "forward" and shared < MANY
         if names and not (decided and not any(one.drops for one in pair)):
             told = " and ".join(map(called, names))
-            own = [one.states.get(names[0]) for one in pair]
-            ranks = [str(n) for n, x in enumerate(own) if own.count(x) > 1]
-            what = f"the generators of {told} have equal states on ranks "
-            what += f"{' and '.join(ranks)} in {max(same.values())} of {count} "
             place, origin = cause(job, names[0], pair)
-            what += f"{WORDS[where]} that draw"
-            if where == "forward" and pair[0].step > 2:
-                what += f", from step {pair[0].step + 1} on"
+            what = f"the generators of {told} have equal states on several ranks in "
+            what += f"{most} of {count} {words} that draw"
+            what += f", from step {pair[0].step + 1} on" * (pair[0].step > 2)
             what += origin
             loader = job.processes[0].loader()
             place = place or (loader.place if loader and where == "fetch" else "")
-            mend, found = advice(names[0], origin, pair[0]), True
-            yield Breach(what, place, facts=where, mend=mend)
-        elif equals := max(same.values(), default=0):
-            some = f"states are equal in {equals} of {count} {WORDS[where]}"
+            yield Breach(what, place, mend=advice(names[0], origin, pair[0]))
+            found = True
+        elif most:
+            some = f"states are equal in {most} of {count} {words}"
         elif count > 2:
-            held.append(f"in {count} of {count} {WORDS[where]} that draw")
+            held.append(f"in {count} of {count} {words} that draw")
     lines, differ = same_draws(job)
     for place, one in lines.items() if not found else ():
         some = one.what if one.together else some
         if not one.together:
-            what, where, mend = worded(job, place, one)
-            yield Breach(what, where, facts="loop", mend=mend)
-    what, place, mend = equal_owners(job)
+            yield worded(job, place, one)
+    same, what = same_generators(job)
     if what and not found:
-        yield Breach(what, place, facts="loop", mend=mend)
+        yield Breach(what)
     held += [f"in {differ} draws of the script's own lines"] * (differ > 2)
+    if same and not some:
+        some = "the script's own generators draw the same numbers on several ranks"
     if some:
         raise NotJudged(f"{some}, perhaps for a joint decision")
-    if same_generators(job) is not None:
-        what = "the script's own generators draw the same numbers on several ranks"
-        raise NotJudged(f"{what}, perhaps for a joint decision")
     if job.of(Compiles) and not job.of(Drawn):
         raise NotJudged("torch.compile() hides what the script draws itself")
     if new_contents(job):
@@ -248,14 +225,16 @@ def same_random_numbers(job):
     yield f"the ranks' generators differ {', '.join(held)}"
 
 
-def worded(job, place: str, one: Same) -> tuple[str, str, str]:
-    """Return a message, place and advice for a line that draws equal numbers."""
+def worded(job, place: str, one: Same) -> Breach:
+    """Return the breach for a line that draws equal numbers."""
     if one.draws[0].own:
-        return one.what, place, NOISE
+        mend = "Give the script's own generator a seed that depends on the rank."
+        return Breach(one.what, place, mend=mend)
     name = "numpy" if one.draws[0].name in MADE else "torch"
     seed, origin = cause(job, name, one.draws)
-    what = f"{one.what} at {place}{origin}"
-    return (what, seed, LATE * one.late) if origin else (one.what, place, "")
+    if origin:
+        return Breach(f"{one.what} at {place}{origin}", seed)
+    return Breach(one.what, place)
 
 
 def new_contents(job) -> bool:
@@ -263,9 +242,9 @@ def new_contents(job) -> bool:
     process, found = job.processes[0], {}
     for epoch in process.epochs:
         for one in process.batches(epoch):
-            for pair in zip(one.indices or (), one.rows or (), strict=False):
-                found.setdefault(pair[0], set()).add(pair[1])
-    seen = any(one for row in draws(job, "fetch") for one in row)
+            for index, row in zip(one.indices or (), one.rows or (), strict=False):
+                found.setdefault(index, set()).add(row)
+    seen = any(draws(job, "fetch"))
     return not seen and sum(len(x) > 1 for x in found.values()) > 10
 
 
@@ -273,44 +252,7 @@ def advice(name: str, origin: str, draw: Draw) -> str:
     """Return the advice for a generator, or "" for the check's own advice."""
     if "state" in origin:  # set_rng_state(), setstate()
         return "Save each rank's own state, and restore it on that rank."
-    text = "Seed PyTorch, and a generator given to the DataLoader, by epoch and rank; "
-    if name.startswith("its ") and draw.worker is not None:
-        return f"{text}seed {called(name)} in worker_init_fn with torch.initial_seed()."
     if draw.worker is not None:
-        return f"{text}use torch.initial_seed() in worker_init_fn."
-    if name.startswith("its "):
-        return f"Seed {called(name)} with a number that depends on the rank."
-    if name in ("random", "numpy"):
-        return f"Seed {GENERATORS[name]} with a number that depends on the rank."
-    return ""
-
-
-@explains(same_random_numbers)
-def same_augmentation(job, breach):
-    """Ranks draw the same random numbers for their samples.
-
-    At the start of each epoch, call torch.manual_seed(seed + 1000 * epoch + rank).
-    Not a mistake if: the random numbers do not change the samples.
-    """
-    return breach if breach.facts == "fetch" else None
-
-
-@explains(same_random_numbers)
-def same_dropout(job, breach):
-    """Ranks draw the same random numbers in their networks, for example for dropout.
-
-    At the start of each epoch, call torch.manual_seed(seed + 1000 * epoch + rank).
-    Not a mistake if: the network itself is divided between the ranks.
-    """
-    return breach if breach.facts == "forward" else None
-
-
-@explains(same_random_numbers)
-def same_noise(job, breach):
-    """Ranks draw the same noise in their training loops.
-
-    At the start of each epoch, call torch.manual_seed(seed + 1000 * epoch + rank). Seed
-    the loop's own generators differently on each rank, too.
-    Not a mistake if: all ranks are meant to draw the same value, such as a size.
-    """
-    return breach if breach.facts == "loop" else None
+        return WORKERS
+    own = name not in ("torch", "cuda")
+    return f"Seed {called(name)} with a number that depends on the rank." * own

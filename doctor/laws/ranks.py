@@ -1,7 +1,7 @@
 """Law 2: ranks are exchangeable. Compares statistics of their batches and losses."""
 
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from functools import partial
 from math import comb, isfinite
 from statistics import fmean, pstdev
@@ -13,12 +13,12 @@ from ..neighbours import Input, Targets
 from ..reads import feeds
 from ..record import STEPS, place, recorder, torch, wrap
 from ..sample import GOLDEN, numbers, picked
-from ..signature import other_contents
 from ..watcher import Watcher
 from .replicas import other_network_differs
 from .samples import datasets_differ, where
 
 LAW = Law(2, "ranks", "Ranks are exchangeable")
+CAUSES = datasets_differ, other_network_differs
 FEWEST, BATCHES = 20, 8  # minimum numbers of passes and of distinct batches
 LOSSES = """cross_entropy nll_loss binary_cross_entropy mse_loss l1_loss huber_loss
     smooth_l1_loss binary_cross_entropy_with_logits kl_div ctc_loss
@@ -43,16 +43,17 @@ class Ranks(Watcher):
     """Records statistics of batches, inputs, targets, losses and gradients."""
 
     def __init__(self):
-        self.gradients, self.pending, self.targets, self.facts = {}, [], [], {}
+        self.gradients, self.targets, self.facts = {}, [], {}
+        self.pending = deque(maxlen=128)
 
     def hooks(self) -> None:
         for name in LOSSES:
             wrap(torch.nn.functional, name, partial(self.loss, name))
 
     def keep(self, loader: int | None, values: dict) -> None:
-        """Store numbers and one-element tensors, which on_step() reads."""
+        """Store one-element tensors, which on_step() reads."""
         if values:
-            self.pending = [*self.pending[-127:], (loader, values)]
+            self.pending.append((loader, values))
 
     def loss(self, name: str, call, /, *args, **kwargs):
         if recorder.watching and torch.is_grad_enabled():
@@ -90,14 +91,13 @@ class Ranks(Watcher):
         for number, one in enumerate(inputs[:2], 1):
             values |= measured(f"input {number} of the network", one)
         self.keep(None, values)
-        kinds = [str(one.dtype).removeprefix("torch.") for one in inputs]
-        named = [*network.named_modules()]
-        still = [name for name, one in named if not one.training]
-        few = f" ({', '.join(still[:2])}, ...)" * (0 < len(still) < len(named))
-        facts = {"input types": ", ".join(kinds)}
-        facts["modules in eval mode"] = f"{len(still)} of {len(named)}{few}"
-        trainable = sum(x.requires_grad for x in network.parameters())
-        facts["trainable weights"] = str(trainable)
+        modes = [one.training for one in network.modules()]
+        trainable = sum(one.requires_grad for one in network.parameters())
+        facts = {
+            "input types": ", ".join(str(one.dtype)[6:] for one in inputs),
+            "modules in eval mode": f"{modes.count(False)} of {len(modes)}",
+            "trainable weights": str(trainable),
+        }
         recorder.write(Facts(values=facts, place=Moments.here.where))
 
     def on_gradient(self, weight, gradient) -> None:
@@ -117,21 +117,18 @@ class Ranks(Watcher):
             self.keep(None, {name: norm})
 
     def on_step(self, optimizer, weights, values) -> None:
-        pending, self.pending = self.pending, []
-        if self.facts:
-            where = [*self.facts][0].rpartition(" in ")[2]
-            recorder.write(Facts(values=self.facts, place=where))
-            self.facts = {}
-        kept = [x for _, one in pending for x in one.values() if not isinstance(x, int)]
-        rows = numbers(kept + [one for _, one in self.targets], 64)
-        for (count, _), values in zip(self.targets, rows[len(kept) :], strict=True):
-            recorder.write(Targets(count=count, values=array("d", values)))
-        self.targets = []
+        pending, targets, facts = self.pending, self.targets, self.facts
+        self.__init__()
+        if facts:
+            where = [*facts][0].rpartition(" in ")[2]
+            recorder.write(Facts(values=facts, place=where))
+        kept = [x for _, one in pending for x in one.values()]
+        rows = iter(numbers(kept + [one for _, one in targets], 64))
         for loader, one in pending:
-            found = {
-                k: x if isinstance(x, int) else rows.pop(0)[0] for k, x in one.items()
-            }
+            found = {name: next(rows)[0] for name in one}
             recorder.write(Measured(loader=loader, values=found))
+        for count, _ in targets:
+            recorder.write(Targets(count=count, values=array("d", next(rows))))
 
 
 def measured(name: str, tensor) -> dict:
@@ -143,13 +140,12 @@ def measured(name: str, tensor) -> dict:
         if len(few.unique()) == len(few):
             return {}
     found = {f"mean of {name}": few.mean()}
+    found[f"spread of {name}"] = few.std(correction=0)
     if whole:  # the mean of token ids means little
         found[f"codes of {name}"] = (few * GOLDEN % 1).mean()
         found[f"zeros of {name}"] = (few == 0).double().mean()
-    if few.numel() > 1 or not whole:
-        found[f"spread of {name}"] = few.std(correction=0)
     if tensor.dim() > 1:  # such as padded sequences
-        found[f"length of {name}"] = tensor[0].numel()
+        found[f"length of {name}"] = few.new_full((), tensor[0].numel())
     return found
 
 
@@ -162,19 +158,19 @@ def series(job) -> dict[str, list[list[float]]]:
     for number, process in enumerate(job.processes):
         order = Counter()
         for one in process.of(Measured):
-            if one.loader is not None and one.loader != process.training:
+            if one.loader not in (None, process.training):
                 continue
-            step = None if one.loader is not None else one.step
+            step = one.step if one.loader is None else None
             for name, value in one.values.items():
                 order[step, name] += 1
                 rows = found.setdefault(name, [{} for _ in job.processes])
                 if isfinite(value):
-                    rows[number][step, order[step, name]] = float(value)
-    lists = {}
-    for name, rows in found.items():
-        keys = [key for key in rows[0] if all(key in row for row in rows)]
-        lists[name] = [[row[key] for key in keys] for row in rows]
-    return lists
+                    rows[number][step, order[step, name]] = value
+    every = {name: set.intersection(*map(set, rows)) for name, rows in found.items()}
+    return {
+        name: [[row[key] for key in row if key in every[name]] for row in rows]
+        for name, rows in found.items()
+    }
 
 
 def independent(job) -> float:
@@ -230,25 +226,7 @@ def apart(values: list[float], others: list[float], batches: float) -> tuple:
     return abs(fmean(gaps)) / (error or 1e-12), share, sum(one > 0 for one in gaps)
 
 
-@check(LAW, RISK, causes=[datasets_differ])
-def contents_differ(job):
-    """The ranks make different samples from the same dataset.
-
-    Make the same samples on all ranks: do not use hash() of strings, which differs
-    between processes, or numbers that depend on the rank.
-    Not a mistake if: each rank augments its samples once, and keeps them.
-    """
-    several(job)
-    own = feeds(job)
-    if own and own[0].data and all(one.data == own[0].data for one in own):
-        if what := other_contents(job, labels=False):
-            yield Breach(what, where(job))
-
-
-EARLIER = datasets_differ, contents_differ, other_network_differs
-
-
-@check(LAW, RISK, general=True, needs=[Measured], causes=EARLIER)
+@check(LAW, RISK, general=True, needs=[Measured], causes=CAUSES)
 def ranks_differ(job):
     """One rank's samples, losses or gradients differ significantly from the others'.
 
@@ -258,22 +236,14 @@ def ranks_differ(job):
     language each.
     """
     several(job)
-    found, tested = [], 0
-    lists = series(job)
-    every = {
-        name: rows
-        for name, rows in lists.items()
-        if len(rows[0]) >= FEWEST and tells(name, lists)
-    }
-    batches = independent(job)
-    passes = max((len(x[0]) for x in every.values()), default=0)
+    lists, batches = series(job), independent(job)
+    every = {k: x for k, x in lists.items() if len(x[0]) >= FEWEST and tells(k, lists)}
     if not every or batches < BATCHES:
         few = f"each rank needs at least {FEWEST} passes and {BATCHES} batches of"
         raise NotJudged(f"{few} distinct samples")
     ranks = range(1 if len(job.processes) == 2 else 0, len(job.processes))
-    tests = len(every) * len(ranks)
+    found, tested, tests = [], 0, len(every) * len(ranks)
     for name, rows in every.items():
-        own = []
         for rank in ranks:
             others = [x for n, x in enumerate(rows) if n != rank]
             others = [fmean(values) for values in zip(*others, strict=True)]
@@ -281,23 +251,21 @@ def ranks_differ(job):
             tested = max(tested, error)
             if error > 6 and share >= 0.05:
                 if odds(above, len(others)) * tests < 1e-6:
-                    own.append((error, name, rank, rows[rank], others, above))
-        found += sorted(own)[-1:]
+                    found.append((name, error, rank, rows[rank], others, above))
     if tested < 1e-3:
         raise NotJudged("the ranks' numbers are the same in all passes")
     if not found and tested > 6:
         raise NotJudged(f"one rank differs slightly ({tested:.1f} standard errors)")
     if not found:
+        passes = max(len(rows[0]) for rows in every.values())
         text = f"{len(every)} statistics of batches, losses and gradients in {passes} "
         yield f"{text}passes: no rank stands out (at most {tested:.1f} standard errors)"
         return
-    _, name, rank, values, others, above = found[0]
+    same = [one for one in found if one[0] == found[0][0]]
+    name, _, rank, values, others, above = max(same)
     count, side = len(values), "higher" if 2 * above > len(values) else "lower"
-    most = max(above, count - above)
-    what = f"{name}: rank {rank} is {side} in {most} of {count} passes "
-    what += f"({fmean(values):.4g} against {fmean(others):.4g})"
-    more = sorted({x[1] for x in found} - {name})
-    what += f"; also {', '.join(more[:3])}" * bool(more)
+    what = f"{name}: rank {rank} is {side} in {max(above, count - above)} of {count} "
+    what += f"passes ({fmean(values):.4g} against {fmean(others):.4g})"
     own, mend = feeds(job), ""
     if own and all(one.divides and not one.shuffles for one in own):
         mend = "Shuffle the samples before they are divided (DistributedSampler: "

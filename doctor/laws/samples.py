@@ -30,9 +30,19 @@ from ..watcher import Watcher
 from .modes import Validation
 
 LAW = Law(1, "samples", "Every sample is read once per epoch")
+SETTINGS = "seed", "epoch", "rank", "num_replicas"  # of samplers
 CLASSES = "Give classes (or words) the same numbers on every rank: sort their names."
 DATA = re.compile("d.?p|data|rep|shard|batch|rank", re.I)  # names of dimensions
 DIVIDES = "DistributedSampler", "BatchSamplerShard", "ElasticSampler"
+DIVIDE = (
+    "Divide a permutation of all samples with order[rank::world_size]; draw this order "
+    "with the same seed on all ranks"
+)
+STREAM = (
+    "Put all samples in the same order on all ranks, and yield only every "
+    "world_size-th, starting at the rank's number; loader processes (see "
+    "get_worker_info()) must divide this part further."
+)
 
 
 class Divided(Event, limit=1):
@@ -42,40 +52,7 @@ class Divided(Event, limit=1):
 
 
 class Samples(Watcher):
-    """Records datasets and samplers."""
-
-    def on_epoch(self, own: Pass, loader) -> None:
-        names = [type(x).__name__ for x in (loader.sampler, loader.batch_sampler)]
-        known = "seed", "epoch", "rank", "num_replicas"
-        values = {name: getattr(loader.sampler, name, None) for name in known}
-        first = own.epoch == 0
-        feed = Feed(
-            loader=own.loader,
-            epoch=own.epoch,
-            divides=any(x in name for x in DIVIDES for name in names),
-            shuffles=bool(getattr(loader.sampler, "shuffle", "Random" in names[0])),
-            repeats=bool(getattr(loader.sampler, "replacement", False)),
-            sampler={k: x for k, x in values.items() if isinstance(x, int)},
-            workers=loader.num_workers,
-            data=signature(loader.dataset) if first else {},
-            fields=plain(loader.dataset),
-            part=self.part(loader) if first else None,
-        )
-        recorder.write(feed)
-
-    def part(self, loader) -> array | None:
-        """Return the indices, in the innermost dataset, that the subsets choose."""
-        subsets = inside(loader.dataset)[1]
-        if not subsets or len(loader.dataset) > 200_000:
-            return None
-        chosen = range(len(loader.dataset))
-        for subset in subsets:
-            chosen = [subset[i] for i in chosen]
-        return array("q", map(int, chosen))
-
-
-class Meshes(Watcher):
-    """Detects device meshes and tensor parallelism."""
+    """Records datasets and samplers, and detects tensor parallelism."""
 
     def hooks(self) -> None:
         import torch.distributed.device_mesh as meshes
@@ -89,13 +66,41 @@ class Meshes(Watcher):
         call(own, *args, **kwargs)
         names = own.mesh_dim_names or ()
         if own.ndim > 1 or (names and not DATA.search(" ".join(names))):
-            named = f" ({', '.join(names)})" * bool(names)
-            how = f"a device mesh of {own.ndim} dimensions{named}"
-            recorder.write(Divided(how=how))
+            dimensions = ", ".join(names) or f"{own.ndim} dimensions"
+            recorder.write(Divided(how=f"a device mesh ({dimensions})"))
 
     def parallel(self, call, *args, **kwargs):
         recorder.write(Divided(how="parallelize_module()"))
         return call(*args, **kwargs)
+
+    def on_epoch(self, own: Pass, loader) -> None:
+        names = [type(x).__name__ for x in (loader.sampler, loader.batch_sampler)]
+        values = {name: getattr(loader.sampler, name, None) for name in SETTINGS}
+        first = own.epoch == 0
+        feed = Feed(
+            loader=own.loader,
+            epoch=own.epoch,
+            divides=any(x in name for x in DIVIDES for name in names),
+            shuffles=bool(getattr(loader.sampler, "shuffle", "Random" in names[0])),
+            repeats=bool(getattr(loader.sampler, "replacement", False)),
+            sampler={k: x for k, x in values.items() if isinstance(x, int)},
+            workers=loader.num_workers,
+            data=signature(loader.dataset) if first else {},
+            fields=plain(loader.dataset),
+            part=part(loader.dataset) if first else None,
+        )
+        recorder.write(feed)
+
+
+def part(dataset) -> array | None:
+    """Return the indices, in the innermost dataset, that the subsets choose."""
+    subsets = inside(dataset)[1]
+    if not subsets or len(dataset) > 200_000:
+        return None
+    chosen = range(len(dataset))
+    for subset in subsets:
+        chosen = [subset[i] for i in chosen]
+    return array("q", map(int, chosen))
 
 
 # --- checks ---
@@ -117,9 +122,11 @@ def where(job: Job, number: int | None = None) -> str:
 def datasets_differ(job):
     """The ranks' datasets differ, but a sampler divides them as if they were the same.
 
-    Give every rank the same samples in the same order: sort lists of files, and use the
-    same seed on all ranks for random_split() and every shuffle of the dataset. If the
-    script divides the samples itself, omit the sampler.
+    Give every rank the same samples in the same order: sort lists of files, use the
+    same seed on all ranks for random_split() and every shuffle of the dataset, and do
+    not use hash() of strings, which differs between processes. If the script divides
+    the samples itself, omit the sampler.
+    Not a mistake if: each rank augments its samples once, and keeps them.
     """
     several(job)
     need(job.of(Feed), "no DataLoader is used")
@@ -128,27 +135,28 @@ def datasets_differ(job):
         if not own or not all(one.divides for one in own):
             continue
         loader = job.processes[0].loader(number)
-        for name in own[0].data:
-            values = [one.data.get(name) for one in own]
-            rank = next((n for n, x in enumerate(values) if x != values[0]), 0)
-            if rank and values[rank] and values[0][:2] != values[rank][:2]:
+        for name, one in own[0].data.items():
+            values = [feed.data.get(name) for feed in own]
+            ranks = [n for n, x in enumerate(values) if x and x[:2] != one[:2]]
+            if ranks:
                 what = f"{loader.type}.{name}" if name else loader.type
-                mend = CLASSES * relabelled(values[0], values[rank])
-                yield Breach(different(what, values, rank), loader.place, mend=mend)
+                mend = CLASSES * relabelled(one, values[ranks[0]])
+                what = different(what, values, ranks[0])
+                yield Breach(what, loader.place, mend=mend)
                 break
         parts = [one.part for one in own]
         rank = next((n for n, x in enumerate(parts) if x != parts[0]), 0)
-        if rank and parts[0] is not None and parts[rank] is not None:
+        if rank and None not in (parts[0], parts[rank]):
             both = len({*parts[0]} & {*parts[rank]})
             what = f"ranks 0 and {rank} have different parts of {loader.type}, which a "
             what += f"sampler divides: {both} of {len(parts[0])} samples are in both"
-            mend = "Divide the samples once: omit the sampler, or the script's own "
-            yield Breach(what, loader.place, mend="" if both else f"{mend}division.")
-    same = all(one.data == feeds(job)[0].data for one in feeds(job))
-    unknown = same and not feeds(job)[0].data  # or else, see contents_differ()
-    for labels in (True, False)[: same + unknown]:
+            yield Breach(what, loader.place)
+    first = need(feeds(job), "no DataLoader feeds the steps of every rank")
+    same = all(one.data == first[0].data for one in first)
+    for labels in (True, False) if same else ():
         if what := other_contents(job, labels):
-            yield Breach(what, where(job), mend=CLASSES * labels)
+            level = "" if labels or not first[0].data else RISK  # perhaps augmented
+            yield Breach(what, where(job), level=level, mend=CLASSES * labels)
             return
 
 
@@ -202,17 +210,12 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
         drawn = counts["within"] or any(x.repeats for x in one.feeds)
         if one.index and drawn:
             raise NotJudged("the sampler draws samples with replacement")
-        held.append(f"{one.text}: {counts['read']:,} samples read, ")
-        held[-1] += f"{counts['distinct']:,} distinct"
-        held[-1] += f" of {one.total:,}" if one.total and not one.stream else ""
+        known = one.total and not one.stream
+        text = f"{one.text}: {counts['read']:,} samples read, {counts['distinct']:,} "
+        held.append(text + "distinct" + (f" of {one.total:,}" if known else ""))
         repeats = counts["again"] > one.slack + MORE * counts["read"]
-        if one.stream or not one.total or repeats:
-            more = "" if one.index else " (by their contents)"
-            why = "the size of the dataset is not known"
-            if one.index and not one.total:
-                ends = "may leave out samples" if one.whole else "has not ended"
-                why = f"the script's own sampler {ends}"
-            unsure = unsure or f"{held[-1]}{more}; {why}"
+        if repeats or not known:
+            unsure = unsure or f"{held[-1]}; the size of the dataset is not known"
     if unsure:
         raise NotJudged(unsure)
     short = [one.text for one in epochs[1:] if not one.whole]
@@ -240,61 +243,38 @@ def same_samples(job, breach):
 
 def mechanism(job: Job, one: Reads, later=False) -> tuple[str, str]:
     """Return (why ranks read samples twice or never, advice); each is "" if unknown."""
-    if one.later:
-        return "", "Divide the samples in each epoch as in the first epoch."
     if one.resumed:
         return "", "After a resume, skip the batches that the epoch has already read."
+    if one.later or (later and not one.feeds):
+        mend = "in each epoch. Shuffle only a copy of a part: NumPy's slice is a view."
+        return "", f"{DIVIDE}, {mend}"
     if one.shift:
         extra = f"; in most steps, sample {one.shift + 1} of a rank is another's first"
-        mend = "Begin at rank * batch size, and in each step move by the batches of "
-        return extra, f"{mend}all ranks (world_size * batch size)."
+        mend = "Begin at rank * batch size, and move by world_size * batch size"
+        return extra, f"{mend} in each step."
     if one.redrawn:
-        mend = "Divide a permutation of all samples: order[rank::world_size]."
-        return ", as if they were drawn with replacement", mend
-    if not one.feeds and later:
-        mend = "The ranks no longer divide the same order: make each epoch's order "
-        mend += "from the epoch's number, and shuffle a copy of a rank's part (NumPy's "
-        return "", f"{mend}order[rank::world_size] is a view of the order)."
+        return ", as if they were drawn with replacement", f"{DIVIDE}."
     if not one.feeds:
-        mend = "Shuffle the samples in the same order on all ranks, then divide them "
-        mend += "(order[rank::world_size])"
-        if one.together()[0] >= 0.9:
-            return "", f"{mend}; or seed each rank differently."
         line = other_orders(job, 2 * one.batch)
         extra = f"; {line} draws a different order on each rank" * bool(line)
-        return extra, f"{mend}: draw this order with the same seed."
-    first, counts = one.feeds[0], one.numbers()
-    wanted = {"seed": "the same seed", "epoch": "set_epoch(epoch) on every rank"}
-    for name, text in wanted.items():
+        mend = "If batches are drawn at random, seed each rank differently."
+        return extra, f"{DIVIDE}. {mend}"
+    first, loader = one.feeds[0], job.processes[0].loader(one.loader)
+    for name in SETTINGS if first.divides else ():
         values = [x.sampler.get(name) for x in one.feeds]
-        if first.divides and len({*values}) > 1:
+        wrong = len({*values}) != (len(values) if name == "rank" else 1)
+        wrong |= name == "num_replicas" and values[0] != job.world_size
+        if wrong and None not in values:
             told = ", ".join(f"{x} on rank {n}" for n, x in enumerate(values))
-            return f"; sampler.{name} is {told}", f"Give all samplers {text}."
-    ranks = [x.sampler.get("rank") for x in one.feeds]
-    sizes = {x.sampler.get("num_replicas") for x in one.feeds}
-    if first.divides and (len({*ranks}) < len(ranks) or sizes != {job.world_size}):
-        told = ", ".join(f"{x} on rank {n}" for n, x in enumerate(ranks))
-        if None not in ranks:
-            mend = "Give DistributedSampler dist.get_world_size() and dist.get_rank()."
-            return f"; sampler.rank is {told} (of {[*sizes][0]})", mend
-    loader = job.processes[0].loader(one.loader)
+            return f"; sampler.{name} is {told}", left_out.mend
     if loader.stream:
-        part = "Yield only every world_size-th sample, starting at the rank's number"
-        if first.workers > 1:
-            part = "Divide the stream into world_size * num_workers parts, and yield "
-            part += "part rank * num_workers + worker (from get_worker_info())"
-            if counts["within"] and not counts["ranks"]:
-                extra = f"; each of the {first.workers} loader processes yields them"
-                return extra, f"{part}."
-        return "", f"{part}; first, put all samples in the same order on all ranks."
+        return "", STREAM
     if first.repeats:
-        mend = "Seed the sampler's generator with a number that depends on the rank; "
-        text = f"; {loader.sampler} draws them with replacement"
-        return text, f"{mend}the classes stay balanced."
+        mend = "Seed the sampler's generator with a number that depends on the rank."
+        return f"; {loader.sampler} draws them with replacement", mend
     if first.divides or loader.sampler in ("RandomSampler", "SequentialSampler"):
         return "", ""
-    mend = f"Let {loader.sampler} yield this rank's part, order[rank::world_size], "
-    return "", f"{mend}of an order that is equal on all ranks."
+    return "", f"Let {loader.sampler} yield this rank's part. {DIVIDE}."
 
 
 @check(LAW, WRONG, causes=[datasets_differ], read="lesson 4")
@@ -303,26 +283,20 @@ def trained_on_validation(job):
 
     Split the dataset once, in the same way on every rank.
     """
-    passes, why = {}, "no validation with its own DataLoader was seen"
-    for one in need([x for x in job.of(Validation) if not x.gradients], why):
-        process = next(x for x in job.processes if x.rank == one.rank)
-        fed = [x.loader for x in process.of(Step) if x.step < one.step]
-        if fed and fed[-1] == process.training != one.loader:
-            passes.setdefault(one.loader, []).append((process, one))
-    own, trained = feeds(job), set()
+    passes, trained, own = {}, set(), feeds(job)
     for process in job.processes:
-        for epoch in process.epochs:
-            trained |= {x for b in process.batches(epoch) for x in b.indices or ()}
-    for loader, found in sorted(passes.items()):
-        other = feeds(job, loader)
-        if not own or not other or other[0].data != own[0].data or not own[0].data:
-            continue  # different files
-        if other[0].part == own[0].part:
-            continue  # the pass measures training accuracy
-        validated = set()
-        for process, one in found:
-            for batch in process.batches(one.epoch, loader):
-                validated |= {*(batch.indices or ())}
-        if both := validated & trained:
+        trained |= {x for batch in process.trained for x in batch.indices or ()}
+        for one in process.of(Validation):
+            fed = [x.loader for x in process.of(Step) if x.step < one.step][-1:]
+            if not one.gradients and fed == [process.training] != [one.loader]:
+                batches = process.batches(one.epoch, one.loader)
+                read = {x for batch in batches for x in batch.indices or ()}
+                passes[one.loader] = passes.get(one.loader, set()) | read
+    need(passes, "no validation with its own DataLoader was seen")
+    for loader, validated in sorted(passes.items()):
+        other, both = feeds(job, loader), validated & trained
+        same = own and other and own[0].data and own[0].data == other[0].data
+        # Equal parts: the pass measures training accuracy
+        if both and same and own[0].part != other[0].part:
             what = f"training uses {len(both)} of {len(validated)} validation samples"
             yield Breach(what, job.processes[0].loader(loader).place)
