@@ -349,7 +349,7 @@ def test_a_layer_that_is_added_after_the_watched_steps_is_told_at_the_end(
     monkeypatch.setattr("doctor.laws.alive.tell", told.append)
     alive.steps.update({id(network.weight): 40, 1: 40} if not added else {1: 40})
     network.weight.grad = torch.ones(2, 2)
-    alive.on_exit()
+    alive.on_end()
     assert told == ["on_summary"] * added
 
 

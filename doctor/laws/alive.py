@@ -37,6 +37,9 @@ class Weight(Event, limit=10**6):  # enough for all weights, several times
     reached: bool  # a backward pass has reached the weight
     moves: bool  # the weight has changed, or its sampled gradients were all zero
     half: bool  # it has 16 bits, a learning rate above 0, and no copy of more bits
+    sampled: int = 0  # if `half`: number of its sampled elements with a gradient
+    changed: int = 0  # how many of them have changed
+    last: bool = False  # the job ends
     first: int  # the step in which its module first ran, or -1
     cut: bool  # its module's results need no gradient
     returned: bool  # the outer module returns its module's results
@@ -53,6 +56,7 @@ class Alive(Watcher):
         self.copied = set()  # weights with a state of more bits, such as an fp32 copy
         self.rated = set()  # 16-bit weights whose learning rate was above 0
         self.nonzero = set()  # weights with nonzero sampled gradients
+        self.last = False
 
     # --- gradients ---
 
@@ -94,12 +98,15 @@ class Alive(Watcher):
         if recorder.step + 1 in WRITES:
             tell("on_summary")
 
-    def on_exit(self) -> None:
+    def on_end(self) -> None:
         later = [x for x in self.outside() if x.requires_grad and x.grad is not None]
-        later = {*map(id, later)} - self.reached  # such as a block that was added late
-        self.reached |= later
+        new = {*map(id, later)} - self.reached  # such as a block that was added late
+        self.reached |= new
+        idle = [x for x in later if id(x) in Moments.here.known]
+        self.alive.update(map(id, compress(idle, lives(idle))))
         few = recorder.step < STEPS and recorder.step not in WRITES
-        if self.steps and (few or later):
+        self.last = True
+        if self.steps and (few or new or idle):
             tell("on_summary")
 
     def on_summary(self) -> None:
@@ -117,7 +124,12 @@ class Alive(Watcher):
         names = {id(weight): (name, ran) for name, weight, ran in loose}
         found |= {id(weight): weight for _, weight, _ in loose}
         self.reached |= {id(one) for _, one, _ in loose if one.grad is not None}
-        now = dict(zip(found, numbers([*map(local, found.values())]), strict=True))
+        half = self.rated - self.copied
+        own = [local(one) for one in found.values()]
+        own += [local(x.grad) if key in half else None for key, x in found.items()]
+        rows = numbers(own)
+        used = dict(zip(found, rows[len(found) :], strict=True))
+        now = dict(zip(found, rows, strict=False))
         self.moved = {key for key in now if now[key] != self.begun.get(key, now[key])}
         for key, weight in found.items():
             name, ran = names.get(key, (Moments.here.name(weight), None))
@@ -128,6 +140,8 @@ class Alive(Watcher):
                 network, training = f"{type(root).__name__} {id(root)}", root.training
             ran = ran or Ran(None, -1, "")
             unsampled = key in self.steps and key not in self.nonzero
+            pairs = zip(used[key], self.begun.get(key, ()), now[key], strict=False)
+            changes = [old != new for gradient, old, new in pairs if gradient]
             event = Weight(
                 name=name,
                 module=module,
@@ -140,7 +154,10 @@ class Alive(Watcher):
                 alive=self.alive[key],
                 reached=key in self.reached,
                 moves=key in self.moved or unsampled,
-                half=key in self.rated - self.copied,
+                half=key in half,
+                sampled=len(changes),
+                changed=sum(changes),
+                last=self.last,
                 first=ran.first,
                 cut=ran.cut,
                 returned=ran.returned,
@@ -247,10 +264,19 @@ def dead_weights(job):
         raise NotJudged(f"{len(dead)} {never}: {names(dead)}{more}")
     elif alive:
         still = [x for x in alive if not x.moves]
+        half = [x for x in alive if x.half and x.steps > 9]
+        every, moved = sum(x.sampled for x in half), sum(x.changed for x in half)
         what = f"{len(still)} {count} get gradients, but do not change"
-        if still and all(x.half and x.alive > 9 for x in still):
+        if few := every > 19 and moved < every / 4:
+            what = f"{every - moved} of {every} sampled elements of 16-bit weights get "
+            what, still = f"{what}gradients, but do not change", half
+        if few or (still and all(x.half and x.alive > 9 for x in still)):
             what += f" in {steps} steps: {names(still)}"
-            yield Breach(what, job.of(Step)[0].place, facts=still)
+            own = [x for x in job.of(Step) if x.optimizer == still[0].optimizer]
+            rates = [max(x.rates, default=0) for x in own if x.watched]
+            warm = rates and rates[-1] > 1.01 * rates[len(rates) // 2]
+            need(not warm, f"{what}; the learning rate still rises")
+            yield Breach(what, own[0].place, facts=still)
             return
         if still:
             raise NotJudged(f"{what}: {names(still)}")
@@ -307,6 +333,13 @@ def not_in_an_optimizer(job):
     requires_grad_(False), which saves time.
     """
     found, rows = lost(job), [x[0] for x in latest(job).values()]
+    moved = [any(one.moves for one in x) for x in latest(job).values()]
+    idle = [x for x, moves in zip(rows, moved, strict=True) if x.last and not moves]
+    idle = [x for x in idle if x.trainable and x.optimizer == -1 and x.alive]
+    if idle and job.status == 0:  # otherwise, later phases are missing
+        what = f"{len(idle)} weights get gradients, but their optimizer never takes a "
+        mend = "Call step() of each optimizer after backward()."
+        yield Breach(f"{what}step: {names(idle)}", job.of(Step)[0].place, mend=mend)
     if found:
         count = f"{len(found)} of {sum(x.trainable for x in rows)} weights"
         what = f"{count} get gradients, but no optimizer has them: {names(found)}"

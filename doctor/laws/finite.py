@@ -1,10 +1,11 @@
 """Law 6: every weight learns. Finds losses that are infinite or NaN."""
 
-from math import isfinite
+from math import isfinite, isnan
 
 from ..law import NOTE, WRONG, Breach, check
 from .alive import LAW
 from .ranks import Measured
+from .states import State
 
 
 @check(LAW, WRONG)
@@ -19,14 +20,19 @@ def loss_is_not_finite(job):
         for name in one.values:
             if name.startswith("loss of "):
                 series.setdefault((one.rank, name), []).append(one)
+    ends = [x for x in job.of(State) if (x.moment, x.what) == ("end", "weights")]
+    spoilt = any(isnan(x) for one in ends for x in one.values)
     for (rank, name), rows in series.items():
         bad = [one for one in rows if not isfinite(one.values[name])]
-        stays = len(bad) > 2 and bad == rows[-len(bad) :]
+        stays = spoilt or (len(bad) > 2 and bad == rows[-len(bad) :])
         found += [(bad[0].step, name, rank, bad[0].values[name], stays)] if bad else []
     if found:
         step, name, rank, value, stays = min(found)
         count = sum(one[:2] == (step, name) for one in found)
         what = f"the loss is {value} on {count} of {len(job.processes)} ranks (rank "
         what += f"{rank}) in step {step + 1}"
-        what += " and in all later ones" if stays else ", but not in all later ones"
+        if spoilt:
+            what += ", and weights are nan at the end"
+        else:
+            what += " and in all later ones" if stays else ", but not in all later ones"
         yield Breach(what, name.removeprefix("loss of "), level="" if stays else NOTE)
