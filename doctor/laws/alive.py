@@ -1,6 +1,7 @@
 """Law 6: every trainable weight gets gradients, is in an optimizer, and changes."""
 
 from collections import Counter
+from dataclasses import field
 from itertools import compress
 
 from ..event import Event
@@ -37,9 +38,7 @@ class Weight(Event, limit=10**6):  # enough for all weights, several times
     reached: bool  # a backward pass has reached the weight
     moves: bool  # the weight has changed, or its sampled gradients were all zero
     half: bool  # it has 16 bits, a learning rate above 0, and no copy of more bits
-    sampled: int = 0  # if `half`: number of its sampled elements with a gradient
-    changed: int = 0  # how many of them have changed
-    last: bool = False  # the job ends
+    changes: list[bool] = field(default_factory=list)  # of sampled elements, if `half`
     first: int  # the step in which its module first ran, or -1
     cut: bool  # its module's results need no gradient
     returned: bool  # the outer module returns its module's results
@@ -56,7 +55,6 @@ class Alive(Watcher):
         self.copied = set()  # weights with a state of more bits, such as an fp32 copy
         self.rated = set()  # 16-bit weights whose learning rate was above 0
         self.nonzero = set()  # weights with nonzero sampled gradients
-        self.last = False
 
     # --- gradients ---
 
@@ -100,13 +98,13 @@ class Alive(Watcher):
 
     def on_end(self) -> None:
         later = [x for x in self.outside() if x.requires_grad and x.grad is not None]
-        new = {*map(id, later)} - self.reached  # such as a block that was added late
-        self.reached |= new
-        idle = [x for x in later if id(x) in Moments.here.known]
+        known = Moments.here.known.keys() & self.begun
+        idle = [x for x in later if id(x) in known]  # of an optimizer without steps
         self.alive.update(map(id, compress(idle, lives(idle))))
+        later = {*map(id, later)} - self.reached  # such as a block that was added late
+        self.reached |= later
         few = recorder.step < STEPS and recorder.step not in WRITES
-        self.last = True
-        if self.steps and (few or new or idle):
+        if self.steps and (few or later or idle):
             tell("on_summary")
 
     def on_summary(self) -> None:
@@ -141,7 +139,6 @@ class Alive(Watcher):
             ran = ran or Ran(None, -1, "")
             unsampled = key in self.steps and key not in self.nonzero
             pairs = zip(used[key], self.begun.get(key, ()), now[key], strict=False)
-            changes = [old != new for gradient, old, new in pairs if gradient]
             event = Weight(
                 name=name,
                 module=module,
@@ -155,9 +152,7 @@ class Alive(Watcher):
                 reached=key in self.reached,
                 moves=key in self.moved or unsampled,
                 half=key in half,
-                sampled=len(changes),
-                changed=sum(changes),
-                last=self.last,
+                changes=[old != new for gradient, old, new in pairs if gradient],
                 first=ran.first,
                 cut=ran.cut,
                 returned=ran.returned,
@@ -264,22 +259,22 @@ def dead_weights(job):
         raise NotJudged(f"{len(dead)} {never}: {names(dead)}{more}")
     elif alive:
         still = [x for x in alive if not x.moves]
+        what, text = f"{len(still)} {count}", "get gradients, but do not change"
         half = [x for x in alive if x.half and x.steps > 9]
-        every, moved = sum(x.sampled for x in half), sum(x.changed for x in half)
-        what = f"{len(still)} {count} get gradients, but do not change"
-        if few := every > 19 and moved < every / 4:
-            what = f"{every - moved} of {every} sampled elements of 16-bit weights get "
-            what, still = f"{what}gradients, but do not change", half
+        moved = [change for x in half for change in x.changes]
+        if few := len(moved) > 19 and sum(moved) < len(moved) / 4:
+            what = f"{moved.count(False)} of {len(moved)} sampled elements of 16-bit "
+            what, still = f"{what}weights", half
         if few or (still and all(x.half and x.alive > 9 for x in still)):
-            what += f" in {steps} steps: {names(still)}"
+            text = f"{text} in {steps} steps: {names(still)}"
             own = [x for x in job.of(Step) if x.optimizer == still[0].optimizer]
-            rates = [max(x.rates, default=0) for x in own if x.watched]
-            warm = rates and rates[-1] > 1.01 * rates[len(rates) // 2]
-            need(not warm, f"{what}; the learning rate still rises")
-            yield Breach(what, own[0].place, facts=still)
+            rates = [x.rates[0] for x in own if x.watched]
+            rises = rates[-1] > 1.01 * rates[len(rates) // 2]
+            need(not rises, f"{what} {text}; the learning rate still rises")
+            yield Breach(f"{what} {text}", own[0].place, facts=still)
             return
         if still:
-            raise NotJudged(f"{what}: {names(still)}")
+            raise NotJudged(f"{what} {text}: {names(still)}")
         yield f"{len(alive)} {count} get gradients and change in {steps} steps"
 
 
@@ -333,10 +328,10 @@ def not_in_an_optimizer(job):
     requires_grad_(False), which saves time.
     """
     found, rows = lost(job), [x[0] for x in latest(job).values()]
-    moved = [any(one.moves for one in x) for x in latest(job).values()]
-    idle = [x for x, moves in zip(rows, moved, strict=True) if x.last and not moves]
-    idle = [x for x in idle if x.trainable and x.optimizer == -1 and x.alive]
-    if idle and job.status == 0:  # otherwise, later phases are missing
+    still = [x[0] for x in latest(job).values() if not any(one.moves for one in x)]
+    end = job.of(Step)[-1].step  # events at the job's end have a higher number
+    idle = [x for x in still if x.step > end and x.optimizer == -1 and x.alive]
+    if idle and job.status == 0:  # otherwise, a later phase may be missing
         what = f"{len(idle)} weights get gradients, but their optimizer never takes a "
         mend = "Call step() of each optimizer after backward()."
         yield Breach(f"{what}step: {names(idle)}", job.of(Step)[0].place, mend=mend)

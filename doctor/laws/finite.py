@@ -10,7 +10,7 @@ from .states import State
 
 @check(LAW, WRONG)
 def loss_is_not_finite(job):
-    """A loss becomes infinite or NaN.
+    """A loss becomes infinite or NaN, or weights do.
 
     Check this step for an empty batch, a wrong label, a logarithm of 0 or a division
     by 0. If the loss grew in the preceding steps, lower the learning rate.
@@ -31,8 +31,8 @@ def loss_is_not_finite(job):
         count = sum(one[:2] == (step, name) for one in found)
         what = f"the loss is {value} on {count} of {len(job.processes)} ranks (rank "
         what += f"{rank}) in step {step + 1}"
-        if spoilt:
-            what += ", and weights are nan at the end"
-        else:
-            what += " and in all later ones" if stays else ", but not in all later ones"
+        later = " and in all later ones" if stays else ", but not in all later ones"
+        what += ", and weights are nan at the end" if spoilt else later
         yield Breach(what, name.removeprefix("loss of "), level="" if stays else NOTE)
+    elif spoilt:
+        yield Breach("weights are nan at the end of the job")

@@ -37,15 +37,14 @@ def listed(names: Iterable[str], most: int = 3) -> str:
 
 
 def states_of(job: Job, moment: str, what: str = "") -> list[list[State]]:
-    """Return rows of states that all ranks wrote at one moment, one state per rank.
-
-    Networks of one class may be different ones: a teacher and a student, for example.
-    """
-    found, count, here = {}, len(job.processes), moment in ("validation", "other")
+    """Return rows of states that all ranks wrote at one moment, one state per rank."""
+    found, count = {}, len(job.processes)
     for number, process in enumerate(job.processes):
         for one in process.of(State):
             if one.moment == moment and what in ("", one.what):
-                key = one.step, one.what, one.meets, here * one.kind
+                # Networks of one class may differ, such as a teacher and a student
+                kind = one.kind if moment in ("validation", "other") else 0
+                key = one.step, one.what, one.meets, kind
                 found.setdefault(key, [[] for _ in range(count)])[number].append(one)
     lists = [found[key] for key in sorted(found)]
     lists = [own for own in lists if len({*map(len, own)}) == 1]
@@ -71,14 +70,11 @@ def first(rows: list[list[State]], what: str, tolerance: float) -> tuple | None:
 
 
 def equal_steps(job: Job, after: int) -> list[int]:
-    """Return later watched steps that all ranks begin with equal weights.
-
-    Steps right after weights are restored from a file do not count.
-    """
+    """Return later watched steps that begin with equal weights, not just loaded."""
     rows = [x for x in states_of(job, "step", "weights") if x[0].step > after]
     loads = {one.step for one in job.of(Resumed)}
-    steps = [row[0].step for row in rows if not differing(row)[0]]
-    return [x for x in steps if x not in loads]
+    rows = [row for row in rows if row[0].step not in loads]
+    return [row[0].step for row in rows if not differing(row)[0]]
 
 
 def whole_weights(job: Job, names: list[str]) -> None:
