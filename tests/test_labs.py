@@ -13,6 +13,7 @@ from conftest import ROOT, Started, environment, processes_of, wait_until
 from played import Played, python
 
 LABS = ROOT / "tutorial" / "labs"
+GRADE = "-m", "tutorial.labs.grade"
 FACTS = runpy.run_path(str(LABS / "lab.py"))["labs"](LABS)  # of each lab's header
 SCRIPTS = {number: lab.script for number, lab in FACTS.items()}
 LABELS = [pytest.param(x, marks=[pytest.mark.horovod] * (x == "30")) for x in SCRIPTS]
@@ -36,19 +37,18 @@ def repaired(number, edits):
 def graded(tmp_path_factory, request):
     """Return the grader's verdicts on the broken scripts and the solutions of the chosen labs."""
     folder = tmp_path_factory.mktemp("labs")
-    labs = [folder / x / "tutorial" / "labs" for x in ("broken", "solved")]
-    for one in labs:
-        shutil.copytree(LABS, one)
+    solved = shutil.copytree(LABS, folder / "tutorial" / "labs")
     for patch in sorted((LABS / "solutions").glob("*.patch")):
-        subprocess.run(["git", "apply", patch], cwd=folder / "solved", check=True)
+        subprocess.run(["git", "apply", patch], cwd=folder, check=True)
     chosen = [one for one in request.session.items if "graded" in one.fixturenames]
     numbers = [one.callspec.params["number"] for one in chosen]
     halves = [one for one in (numbers[::2], numbers[1::2]) if one]  # broken labs hang
     hasty, patient = environment(PATIENCE="5"), environment(PATIENCE="30")
     with Played(folder / "logs") as played:
         for half in halves:
-            played.start(python, (labs[0] / "grade.py", *half), hasty)
-        played.start(python, (labs[1] / "grade.py", *numbers), patient)
+            played.start(python, (*GRADE, *half), hasty)
+        paths = [solved / SCRIPTS[number] for number in numbers]
+        played.start(python, (*GRADE, *paths), patient)
         statuses = played.end(seconds=400)
         logs = [played.log(number) for number in range(len(statuses))]
     assert statuses == [1] * len(halves) + [0], logs
@@ -70,8 +70,9 @@ def test_what_counts_is_what_a_repair_does(kind, patience, tmp_path, request):
     repairs = [x for x in REPAIRS if x[1] == kind and full >= bool(x[2])]
     for number, (lab, *_, edits) in enumerate(repairs):
         (labs / f"{lab}_repair{number:02}.py").write_text(repaired(lab, edits))
-    task = "import grade\nfor one in sorted(grade.FOLDER.glob('*_repair*.py')):\n"
-    (labs / "repairs.py").write_text(task + "    print(one.stem, grade.grade(one))\n")
+    task = "from pathlib import Path\nfrom tutorial.labs.grade import grade\n"
+    task += "for one in sorted(Path(__file__).parent.glob('*_repair*.py')):\n"
+    (labs / "repairs.py").write_text(task + "    print(one.stem, grade(one))\n")
     with Played(tmp_path / "logs") as played:
         played.start(python, (labs / "repairs.py",), environment(PATIENCE=patience))
         assert played.end(seconds=500) == [0]
@@ -106,9 +107,7 @@ raise RuntimeError(seen)
         ("while True: pass", "no result after 8 s, or the grader ended", 8),
     ],
 )
-def test_a_class_is_graded_in_a_sandbox(
-    script, how, limit, tmp_path, capsys, monkeypatch
-):
+def test_a_class_is_graded_in_a_sandbox(script, how, limit, tmp_path, capsys):
     listener = socket.create_server(("127.0.0.1", 0))
     facts = {"labs": LABS, "folder": tmp_path, "port": listener.getsockname()[1]}
     for student, text in (("ann", ""), ("bob", script)):
@@ -118,7 +117,6 @@ def test_a_class_is_graded_in_a_sandbox(
     (tmp_path / "ann" / "grade.py").write_text("print('07 passes')")
     (tmp_path / "ann" / "08_three_epochs.py").symlink_to(LABS / "08_three_epochs.py")
     (tmp_path / "ann" / "lab09.py").write_text("")
-    monkeypatch.syspath_prepend(LABS)
     tool = runpy.run_path(str(LABS / "grade_class.py"))
     tool["grade"].__globals__["LIMIT"] = limit
     assert tool["main"]([str(tmp_path)]) == 0
@@ -132,9 +130,9 @@ def test_a_class_is_graded_in_a_sandbox(
 
 def test_an_unknown_lab_and_ctrl_c(tmp_path):
     with Played(tmp_path / "logs") as played:
-        played.start(python, (LABS / "grade.py", "99"), environment())
+        played.start(python, (*GRADE, "99"), environment())
         assert played.end() == [2] and played.log(0).count("\n") == 1
-    command = ["python", LABS / "grade.py", "19"]  # it hangs
+    command = ["python", *GRADE, "19"]  # it hangs
     with Started(tmp_path, command, output=None, PATIENCE="100") as grader:
         wait_until(lambda: len(processes_of(grader.run)) == 3, 60, "two ranks")
         time.sleep(2)

@@ -73,6 +73,8 @@ def test_blocks_parse():
     for name, text in TEXTS.items():
         languages = {token.info for token in tokens(text) if token.type == "fence"}
         assert languages <= {"bash", "python", "text", "diff", "yaml", "json"}, name
+        inline = [token.content for token in tokens(text) if token.type == "inline"]
+        assert "---|" not in " ".join(inline), f"{name}: a table's lines were joined"
         shell += fences(text, "bash")
         for block in fences(text, "python"):
             ast.parse(block, name)

@@ -4,8 +4,7 @@ torchrun --standalone --nproc-per-node 2 tutorial/labs/02_shared_machine.py
 
 symptom: Training fails while another job runs on the machine.
 grader: if another run is in progress, before the first step, rank 0 fails with
-checks: weights, shares, steps
-runs: twice
+checks: weights, shares, steps, another_run
 doctor: own_port
 lesson: 01_ranks
 """

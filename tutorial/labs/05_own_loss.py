@@ -3,7 +3,7 @@
 torchrun --standalone --nproc-per-node 2 tutorial/labs/05_own_loss.py
 
 symptom: The processes end up with different weights, although DDP wraps the model.
-grader: have different weights after step 1
+grader: after step 1, the processes do not continue with the same weights
 checks: weights, shares, steps
 doctor: not_averaged
 lesson: 05_build_ddp

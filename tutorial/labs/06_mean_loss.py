@@ -3,7 +3,7 @@
 torchrun --standalone --nproc-per-node 2 tutorial/labs/06_mean_loss.py
 
 symptom: A step moves the weights less than on one GPU.
-grader: step 1 moves the weights 0.50 times as far as plain SGD does
+grader: images: it moves the weights 0.50 times as far
 checks: weights, shares, steps, printed(names=["loss"])
 doctor: loss_scale
 lesson: 03_gradients

@@ -3,7 +3,7 @@
 torchrun --standalone --nproc-per-node 2 tutorial/labs/09_augmented.py
 
 symptom: The augmentation varies less than on one GPU.
-grader: both processes add the same noise to their images
+grader: the script adds the same noise to several images
 checks: weights, noise, shares, steps
 doctor: same_random_numbers
 lesson: 04_batches

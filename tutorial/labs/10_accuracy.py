@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node 2 tutorial/labs/10_accuracy.py
 
 symptom: The printed accuracy is wrong, even with one process.
 grader: the printed accuracy is
-checks: weights, shares, steps, accuracy
+checks: weights, shares, steps, printed(names=["accuracy"], times=1)
 doctor: wrong_number
 lesson: 04_batches
 path: core

@@ -3,8 +3,8 @@
 torchrun --standalone --nproc-per-node 2 tutorial/labs/13_held_out.py
 
 symptom: You cannot trust the validation accuracy.
-grader: validation images are also used for training
-checks: accuracy, weights, shares, steps
+grader: validation images that are also used for training
+checks: printed(names=["accuracy"], times=1), weights, shares, steps
 doctor: datasets_differ
 lesson: 04_batches
 """

@@ -3,7 +3,7 @@
 torchrun --standalone --nproc-per-node 2 tutorial/labs/14_by_hand.py
 
 symptom: With clipping, a step moves the weights less than on one GPU.
-grader: plain SGD does with the same 16 images and a gradient norm of at most 0.3
+grader: with the same 16 images and a gradient norm of at most 0.3: it moves
 checks: weights, shares, steps(max_norm=0.3)
 doctor: clip_order
 lesson: 03_gradients

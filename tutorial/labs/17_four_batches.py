@@ -3,8 +3,9 @@
 torchrun --standalone --nproc-per-node 2 tutorial/labs/17_four_batches.py
 
 symptom: A step of four batches moves the weights more than a step of one large batch.
-grader: step 1 moves the weights 4.00 times as far as plain SGD does
-checks: weights, shares, limits(at_once=4, averages=4), steps(batch=16)
+grader: images: it moves the weights 4.00 times as far
+checks: weights, shares, steps(batch=16),
+  facts(images_at_once=8, all_reduces_per_step=4)
 doctor: loss_scale
 lesson: 07_accumulation
 path: core

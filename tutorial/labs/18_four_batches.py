@@ -3,8 +3,8 @@
 torchrun --standalone --nproc-per-node 2 tutorial/labs/18_four_batches.py
 
 symptom: The processes end up with different weights.
-grader: have different weights after step 1
-checks: weights, shares, limits(at_once=4), steps(batch=16)
+grader: after step 1, the processes do not continue with the same weights
+checks: weights, shares, facts(images_at_once=8), steps(batch=16)
 doctor: not_averaged
 lesson: 07_accumulation
 path: core

@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node 2 tutorial/labs/22_from_gpus.py
 
 symptom: A machine without a GPU cannot load the weights.
 grader: RuntimeError: Attempting to deserialize object on a CUDA device
-checks: weights, shares, steps, pretrained
+checks: weights, shares, steps, export(file="pretrained.pt", epochs=[0])
 doctor: ends_with_an_error
 lesson: 12_restarts
 """

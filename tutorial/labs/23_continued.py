@@ -3,9 +3,8 @@
 torchrun --standalone --nproc-per-node 2 tutorial/labs/23_continued.py
 
 symptom: A resumed run ends up with different weights than an uninterrupted run.
-grader: resumed ends with different weights than an uninterrupted run
-checks: weights, shares, steps
-runs: killed
+grader: its final weights are not those of an uninterrupted run
+checks: weights, shares, steps, resumes
 doctor: no_optimizer
 lesson: 12_restarts
 path: core

@@ -3,9 +3,9 @@
 torchrun --standalone --nproc-per-node 2 tutorial/labs/24_last_epoch.py
 
 symptom: After a crash, the checkpoint cannot be read.
-grader: the next save writes into the first epoch's checkpoint
-checks: weights, shares, steps, export(file="checkpoint.pt", part="model")
-runs: while_saving
+grader: lost checkpoints: 2, but allowed: 0
+checks: weights, shares, steps, facts(lost_checkpoints=0),
+  export(file="checkpoint.pt", part="model", epochs=[1, 2, 3])
 doctor: save_in_place
 lesson: 12_restarts
 """

@@ -3,8 +3,8 @@
 torchrun --standalone --nproc-per-node 2 tutorial/labs/26_scaler.py
 
 symptom: The weights hardly move.
-grader: plain SGD does with the same 16 images and a gradient norm of at most 0.3
-checks: weights, shares, uses(lr=0.1, scaled=True), steps(max_norm=0.3)
+grader: with the same 16 images and a gradient norm of at most 0.3: it moves
+checks: weights, shares, facts(scaled=[True]), steps(max_norm=0.3)
 doctor: clip_order
 lesson: 09_mixed_precision
 path: core

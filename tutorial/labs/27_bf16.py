@@ -3,8 +3,9 @@
 torchrun --standalone --nproc-per-node 2 tutorial/labs/27_bf16.py
 
 symptom: Most steps leave some weights unchanged.
-grader: step 1 moves the weights 0.
-checks: weights, shares, steps(rate=0.001, rounding=0.12), uses(dtypes={"bfloat16"})
+grader: images: it moves the weights 0.
+checks: weights, shares, steps(rate=0.001, rounding=0.12),
+  facts(dtypes=[{"torch.bfloat16"}])
 doctor: -
 lesson: 09_mixed_precision
 """

@@ -5,7 +5,7 @@ torchrun --standalone --nproc-per-node 2 tutorial/labs/28_zero.py
 symptom: Training fails, or hangs, at the end.
 grader: after step 18, rank 0
 checks: weights, shares, steps, export(file="checkpoint.pt", part="model"),
-  optimizer, uses(sharded=True)
+  facts(sharded=[True])
 doctor: collectives_differ
 lesson: 16_sharded
 """

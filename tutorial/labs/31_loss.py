@@ -3,8 +3,9 @@
 torchrun --standalone --nproc-per-node 2 tutorial/labs/31_loss.py
 
 symptom: On a GPU, training is slower than it could be.
-grader: on a GPU, the script would wait for it
-checks: weights, shares, steps, printed(names=["loss"]), limits(waits=6, collectives=9)
+grader: waits for a gpu: 18, but allowed: 6
+checks: weights, shares, steps, printed(names=["loss"]),
+  facts(waits_for_a_gpu=6, collectives=9)
 doctor: -
 lesson: 14_step_cost
 path: core

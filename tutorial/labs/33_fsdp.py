@@ -3,8 +3,8 @@
 torchrun --standalone --nproc-per-node 2 tutorial/labs/33_fsdp.py
 
 symptom: The loss does not fall.
-grader: step 1 moves the weights 0.00 times as far as plain SGD does
-checks: weights, shares, steps, uses(sharded=True)
+grader: images: it moves the weights 0.00 times as far
+checks: weights, shares, steps, facts(sharded=[True])
 doctor: zero_gradients
 lesson: 16_sharded
 """

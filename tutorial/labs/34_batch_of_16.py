@@ -3,7 +3,7 @@
 torchrun --standalone --nproc-per-node 2 tutorial/labs/34_batch_of_16.py
 
 symptom: With the same global batch size, a step moves the weights more than on one GPU.
-grader: step 1 moves the weights 2.00 times as far as plain SGD does
+grader: images: it moves the weights 2.00 times as far
 checks: weights, shares, steps(images=16)
 doctor: -
 lesson: 17_large_batches

@@ -3,8 +3,8 @@
 torchrun --standalone --nproc-per-node 2 tutorial/labs/37_local_steps.py
 
 symptom: The saved weights come from only one process.
-grader: model.pt does not hold the mean of both processes' weights
-checks: shares, local
+grader: model.pt does not hold the processes' mean weights
+checks: weights(every=4), shares, steps(alone=True), export
 doctor: weights_drift
 lesson: 19_talk_less
 """

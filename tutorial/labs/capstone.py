@@ -9,11 +9,11 @@ the 33 validation images. If a run is killed, the next run continues after the l
 complete epoch, and ends with the same weights as a run that was never interrupted.
 
 symptom: none
-grader: 6 of 6 mistakes are left
-checks: noise, rates, steps(images=16, rate=None), shares, accuracy(times=3)
+grader: mistakes left: 6
+checks: weights, facts(images_at_once=8), noise, rates, steps(images=16, rate=None),
+  shares, resumes, printed(names=["accuracy"])
 doctor: -
 lesson: 12_restarts
-runs: capstone
 """
 
 import os

@@ -3,18 +3,21 @@
 A lab's header names its checks. A check raises Wrong with the script's mistake.
 """
 
+import contextlib
+import os
 import re
+import signal
 import textwrap
-from dataclasses import replace
 from itertools import chain, combinations, pairwise
-from pathlib import Path
 
 import torch
-from lab import FOLDER
-from play import EPOCHS, Forward, Run, Wrong
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn import functional as F
+
+from tutorial.labs.lab import FOLDER
+from tutorial.labs.play import EPOCHS, FORK, PATIENCE, Rank, Run, Wrong, started
+from tutorial.labs.watch import Forward
 
 # The images of all scripts, and the network and optimizer of most scripts
 TRAINING, VALIDATION = 96, 33
@@ -23,7 +26,6 @@ IMAGES = torch.randn(129, 8, generator=torch.Generator().manual_seed(0))
 LABELS = IMAGES[:, :3].argmax(1)
 # Weight counts of most networks, with batch norm, and with a block (the last weights)
 PLAIN, NORM, BLOCK = 195, 227, 467
-CHECKPOINT = "checkpoint.pt"
 
 
 def differ(one: Tensor, other: Tensor) -> bool:
@@ -31,38 +33,45 @@ def differ(one: Tensor, other: Tensor) -> bool:
     return one.shape != other.shape or not torch.allclose(one, other, atol=1e-5)
 
 
-def indices(images: Tensor) -> Tensor:
-    """Return the dataset indices of N images (N, 8), which may contain added noise."""
-    return torch.cdist(images, IMAGES).argmin(1)
+def indices(*images: Tensor) -> list[int]:
+    """Return the dataset indices of images (N, 8), which may contain added noise."""
+    return torch.cdist(torch.cat([IMAGES[:0], *images]), IMAGES).argmin(1).tolist()
 
 
-def saved(file: Path, *norm: nn.Module, part: str = "") -> tuple[nn.Module, Tensor]:
-    """Load the network that most scripts save; return it and its weights."""
-    net = nn.Sequential(nn.Linear(8, 16), *norm, nn.ReLU(), nn.Linear(16, 3))
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
-        net.load_state_dict(content[part] if part else content)
-    except Exception as error:
-        text = f"the network without DDP cannot load {file.name}: {error}"
-        text = text.replace(str(file), file.name)
-        raise Wrong(textwrap.shorten(text, 400)) from None
-    return net.eval(), nn.utils.parameters_to_vector(net.parameters()).detach()
+def expect(what: str, found: object, right: object) -> None:
+    """Raise Wrong if a value is not the right one."""
+    if found != right:
+        raise Wrong(f"{what}: {found} instead of {right}")
 
 
-def check_weights(run: Run) -> None:
-    """Check that all processes have the same weights from the first step to the end."""
-    one, other = (rank.weights for rank in (run.ranks[0], run.ranks[-1]))
-    if not (one and other):
+def same(one: Tensor, other: Tensor, wrong: str) -> None:
+    """Raise Wrong if two tensors differ."""
+    if differ(one, other):
+        raise Wrong(wrong)
+
+
+def check_weights(run: Run, every: int = 1) -> None:
+    """Check that the processes continue with their mean weights every n-th step.
+
+    After the other steps, each process continues with its own weights.
+    """
+    rows = [*zip(*(rank.steps for rank in run.ranks), strict=False)]
+    if not rows:
         raise Wrong("the optimizer takes no step")
-    stages = [("before the first step", 0), ("at the end", -1)]
-    if len(one) == len(other):  # unlike those of model.join()
-        stages[1:1] = [(f"after step {step}", step) for step in range(1, len(one) - 1)]
-    for when, stage in stages:
-        if differ(one[stage], other[stage]):
-            raise Wrong(f"the two processes have different weights {when}")
-    for number, (step, later) in enumerate(pairwise(run.ranks[0].steps), 1):
-        if len(one) == len(other) and differ(step.after, later.before):
-            raise Wrong(f"the weights change between steps {number} and {number + 1}")
+    wrong = "the processes have different weights"
+    same(rows[0][0].before, rows[0][-1].before, f"{wrong} before the first step")
+    # With model.join(), the processes may take different numbers of steps
+    aligned = len({len(rank.steps) for rank in run.ranks}) == 1
+    for number, (row, later) in enumerate(pairwise(rows if aligned else []), 1):
+        mean = sum(step.after for step in row) / len(row)
+        how = "their own" if number % every else "the same"
+        for step, after in zip(row, later, strict=True):
+            start = step.after if number % every else mean
+            text = f"after step {number}, the processes do not continue with {how}"
+            same(start, after.before, f"{text} weights")
+    if every == 1:
+        first, last = run.ranks[0].weights[-1], run.ranks[-1].weights[-1]
+        same(first, last, f"{wrong} at the end")
 
 
 def check_shares(
@@ -73,55 +82,49 @@ def check_shares(
     With one process, an epoch may leave out less than one batch of images. Images with
     too little contrast must not be used, nor more than `repeats` images twice.
     """
-    good = IMAGES.std(1) > contrast
-    count = int(good[:TRAINING].sum())
+    good = {*torch.nonzero(IMAGES.std(1) > contrast).flatten().tolist()}
+    most = len(good & {*range(TRAINING)})
     if len(run.ranks) == 1 and least < TRAINING:
-        least = count - 7
-    seen = [rank.epochs() for rank in run.ranks]  # rank, epoch, step: indices
-    seen = [[[indices(x.images()).tolist() for x in y] for y in z] for z in seen]
-    every_epoch = set()
-    for epoch, ranks in enumerate(zip(*seen, strict=True)):
-        every = [*chain(*chain(*ranks))]
-        used = {*every}
-        every_epoch |= used
-        if bad := len(used) - int(good[[*used]].sum()):
-            raise Wrong(f"{bad} images of too little contrast are used")
-        if len(used) < least or len(every) - len(used) > repeats:
-            text = f"epoch {epoch} uses {len(every)} images, of which {len(used)} are"
+        least = most - 7
+    seen = []  # rank, epoch, step: indices
+    for rank in run.ranks:
+        batches = [indices(step.images) for step in rank.steps]
+        size = -(-len(batches) // EPOCHS)
+        seen.append([batches[size * epoch :][:size] for epoch in range(EPOCHS)])
+    each = [[*chain(*chain(*ranks))] for ranks in zip(*seen, strict=True)]
+    for epoch, used in enumerate(each):
+        expect("images of too little contrast", len({*used} - good), 0)
+        if (count := len({*used})) < least or len(used) - count > repeats:
+            text = f"epoch {epoch} uses {len(used)} images, of which {count} are"
             goal = f"{'at least ' * (least < TRAINING)}{least}"
             raise Wrong(f"{text} different; it should use each of {goal} images once")
-    if every_epoch == used and len(used) < count:
+    if len({*each[-1]}) == len({*chain(*each)}) < most:
         raise Wrong("every epoch leaves out the same images")
     for rank, epochs in enumerate(seen):
-        together = [chain(*(combinations(x, 2) for x in one)) for one in epochs]
         order = [pairwise(chain(*one)) for one in epochs]
-        for what, kind in (("order", order), ("batches", together)):
-            pairs = [{*map(frozenset, one)} for one in kind]
-            for a, b in combinations(range(EPOCHS), 2):
-                if len(pairs[a] & pairs[b]) > len(pairs[a]) * 2 / 3:
+        together = [chain(*(combinations(x, 2) for x in one)) for one in epochs]
+        for what, pairs in ("order", order), ("batches", together):
+            for a, b in combinations([{*map(frozenset, one)} for one in pairs], 2):
+                if len(a & b) > len(a) * 2 / 3:
                     text = f"rank {rank} sees the same images in the same {what}"
-                    raise Wrong(f"{text} in epochs {a} and {b}")
+                    raise Wrong(f"{text} in two epochs")
 
 
 def check_files(run: Run) -> None:
     """Check that only one process writes each file."""
-    files = [{path for one in x.last for path in one.wrote} for x in run.ranks]
-    shared = set.intersection(*files)
-    if shared and len(run.ranks) > 1:
-        raise Wrong(f"both processes write {Path(shared.pop()).name}")
+    files = [one.wrote for rank in run.ranks for one in rank.last]
+    if len(files) > 1 and (shared := set.intersection(*files)):
+        raise Wrong(f"both processes write {shared.pop().name}")
 
 
-def check_limits(run: Run, averages: float = 1.5, **most: float) -> None:
-    """Check that no field of a Step or Last event exceeds its limit."""
-    what = {"at_once": "{:g} images pass through the network at once"}
-    what["averages"] = "a step sends {:.3g} times as many numbers as it has gradients"
-    what["waits"] = "on a GPU, the script would wait for it {:g} times"
-    what["collectives"] = "the script itself calls collectives {:g} times"
-    for name, limit in {"averages": averages, **most}.items():
-        events = [one for rank in run.ranks for one in (*rank.steps, *rank.last)]
-        counts = [getattr(one, name) for one in events if hasattr(one, name)]
-        if max(counts, default=0) > limit:
-            raise Wrong(f"{what[name].format(max(counts))}; the limit is {limit:g}")
+def check_facts(run: Run, **facts: object) -> None:
+    """Check fields of all Step and Last events: a limit, or a list of right values."""
+    events = [one for rank in run.ranks for one in (*rank.steps, *rank.last)]
+    for name, right in ({"all_reduces_per_step": 1} | facts).items():
+        for found in [getattr(one, name) for one in events if hasattr(one, name)]:
+            wrong = found not in right if isinstance(right, list) else found > right
+            if wrong:
+                raise Wrong(f"{name.replace('_', ' ')}: {found}, but allowed: {right}")
 
 
 def check_steps(
@@ -134,252 +137,231 @@ def check_steps(
     max_norm: float = float("inf"),
     rounding: float = 1e-3,
     size: int = PLAIN,
+    alone: bool = False,  # each process uses only its own gradients
 ) -> None:
     """Check that one process with the same images per step takes the same steps."""
-    velocity = torch.zeros(size).double()
-    batch = images // len(run.ranks) or batch
-    rows = [*zip(*(rank.steps for rank in run.ranks), strict=False)]
-    for number, row in enumerate(rows[:most], 1):
-        step, passes = row[0], [one for own in row for one in own.passes]
-        if len(step.before) != size:
-            raise Wrong(f"the network has {len(step.before)} weights instead of {size}")
-        for rank, own in enumerate(row):
-            if (count := len(own.images())) != batch:
-                text = f"in step {number}, rank {rank} uses {count} images"
-                raise Wrong(f"{text} instead of {batch}")
-        weights, lr = step.before.double(), rate or step.lr
-        found = gradient(weights, passes)
-        velocity = MOMENTUM * velocity + found * min(1, max_norm / found.norm().item())
-        # If all passes skip the block, momentum may or may not move its weights
-        part = slice(PLAIN if size == BLOCK else None)
-        right, moved = -lr * velocity[part], (step.after - weights)[part]
-        if (moved - right).norm() > rounding * right.norm():
-            ratio = moved.norm() / right.norm()
-            far = abs(ratio - 1) > 0.01
-            how = f"{ratio:.2f} times as far as" if far else "differently than"
-            text = f"step {number} moves the weights {how} plain SGD does"
-            limit = f" and a gradient norm of at most {max_norm}" * (max_norm < 9)
-            raise Wrong(f"{text} with the same {batch * len(row)} images{limit}")
+    for ranks in [[one] for one in run.ranks] if alone else [run.ranks]:
+        velocity, batch = torch.zeros(size).double(), images // len(ranks) or batch
+        rows = [*zip(*(rank.steps for rank in ranks), strict=False)]
+        for number, row in enumerate(rows[:most], 1):
+            counts = [len(own.images) for own in row]
+            expect(f"images per process in step {number}", counts, [batch] * len(row))
+            weights = row[0].before.double()
+            expect("weights of the network", len(weights), size)
+            found = gradient(weights, [one for own in row for one in own.passes])
+            shorter = min(1, max_norm / found.norm().item())
+            velocity = MOMENTUM * velocity + shorter * found
+            # If all passes skip the block, momentum may or may not move its weights
+            part = slice(PLAIN if size == BLOCK else None)
+            moved = (row[0].after - weights)[part]
+            right = -(rate or row[0].lr) * velocity[part]
+            if (moved - right).norm() > rounding * right.norm():
+                text = f"step {number} does not do what plain SGD does with the same"
+                text += f" {batch * len(row)} images"
+                text += f" and a gradient norm of at most {max_norm}" * (max_norm < 9)
+                ratio = moved.norm() / right.norm()
+                raise Wrong(f"{text}: it moves the weights {ratio:.2f} times as far")
     spread = rows[0][0].before[:128].std().item()  # of the first layer
     if not 0.163 < spread < 0.248:  # the watcher scales it by 0.95 to 1.05
-        text = f"the first layer starts with a standard deviation of {spread:.2f}"
-        raise Wrong(f"{text}; nn.Linear gives its weights about 0.2")
+        text = "the first layer starts with a standard deviation of"
+        raise Wrong(f"{text} {spread:.2f}, not about 0.2 as in nn.Linear")
 
 
 def outputs(weights: Tensor, images: Tensor) -> Tensor:
     """Return the outputs of the network with these weights, in training mode."""
-    norm, block = [16, 16] * (len(weights) == NORM), [256, 16] * (len(weights) == BLOCK)
-    a, b, *rest = weights.split([128, 16, *norm, 48, 3, *block])
-    x = F.linear(images, a.view(16, 8), b)
-    if norm:
-        scale, shift, *rest = rest
-        x = F.batch_norm(x, None, None, scale, shift, training=True)
-    c, d, *rest = rest
-    if block:
-        x = x + F.linear(x.relu(), rest[0].view(16, 16), rest[1])
-    return F.linear(x.relu(), c.view(3, 16), d)
-
-
-def summed_loss(weights: Tensor, images: Tensor) -> Tensor:
-    """Return the sum of the losses of images, which may contain added noise."""
-    labels = LABELS[indices(images.float())]
-    return F.cross_entropy(outputs(weights, images), labels, reduction="sum")
+    rest = weights[144:]
+    x = F.linear(images, weights[:128].view(16, 8), weights[128:144])
+    if len(weights) == NORM:
+        x = F.batch_norm(x, None, None, rest[:16], rest[16:32], training=True)
+        rest = rest[32:]
+    if len(weights) == BLOCK:
+        x = x + F.linear(x.relu(), weights[PLAIN:-16].view(16, 16), weights[-16:])
+    return F.linear(x.relu(), rest[:48].view(3, 16), rest[48:51])
 
 
 def gradient(weights: Tensor, passes: list[Forward]) -> Tensor:
     """Return the mean loss's gradient without autograd, which may prevent forks."""
-    shifts = 1e-8 * torch.eye(len(weights)).double()
-    losses, total = vmap(summed_loss, (0, None)), 0
-    for one in passes:
-        size = PLAIN if leaves_out(weights, one) else len(weights)
-        up, down = (weights + shifts)[:, :size], (weights - shifts)[:, :size]
-        total += losses(up, one.images.double()) - losses(down, one.images.double())
-    return total / 2e-8 / sum(len(one.images) for one in passes)
+    sizes = [PLAIN if leaves_out(weights, one) else len(weights) for one in passes]
+    labels = LABELS[indices(*(one.images for one in passes))]
+
+    def loss(weights: Tensor) -> Tensor:
+        pairs = zip(sizes, passes, strict=True)
+        scores = [outputs(weights[:size], x.images.double()) for size, x in pairs]
+        return F.cross_entropy(torch.cat(scores), labels)
+
+    shifts, losses = 1e-8 * torch.eye(len(weights)).double(), vmap(loss)
+    return (losses(weights + shifts) - losses(weights - shifts)) / 2e-8
 
 
 def leaves_out(weights: Tensor, one: Forward) -> bool:
     """Return whether a forward pass skips the middle block."""
-    if len(weights) != BLOCK:
-        return False
-    return not differ(outputs(weights[:PLAIN].float(), one.images), one.outputs)
+    short = weights[:PLAIN].float()
+    return len(weights) == BLOCK and not differ(outputs(short, one.images), one.outputs)
 
 
 def check_blocks(run: Run) -> None:
     """Check that forward passes skip the middle block at random, until the end."""
     for rank, one in enumerate(run.ranks):
         out = [leaves_out(x.before, x.passes[0]) for x in one.steps]
-        half = len(out) // 2
-        random = all(0 < sum(x) < half for x in (out[:half], out[-half:]))
-        if not random or out[:-2] == out[2:]:
+        halves = out[: len(out) // 2], out[len(out) // 2 :]
+        if any(len({*half}) == 1 for half in halves) or out[:-2] == out[2:]:
             steps = [number for number, left in enumerate(out, 1) if left]
             text = f"rank {rank} leaves out the middle block in steps {steps}"
-            raise Wrong(f"{text} of {len(out)}: this is not random")
+            raise Wrong(f"{text}: this is not random")
 
 
 def check_rates(run: Run) -> None:
     """Check that the learning rate falls over the whole run."""
     rates = [step.lr for step in run.ranks[0].steps]
-    first, middle, last = (rates[i] for i in (0, len(rates) // 2, -1))
     falls = [before - after for before, after in pairwise(rates)]
-    jump = max(falls) > 2 * LR / len(falls)  # cosine's largest is 1.6 times the mean
-    if min(falls) < -1e-6 or jump or abs(first - LR) > 1e-6 or not last < LR / 10:
-        text = f"the learning rate is {first:.3f} in the first step, {middle:.3f} in"
-        text += f" the middle and {last:.3f} in the last step"
-        text += f", and falls by {max(falls):.3f} in one step" * jump
-        raise Wrong(f"{text}; it should fall from {LR} to almost 0, step by step")
+    jumps = max(falls) > 2 * LR / len(falls)  # cosine's largest is 1.6 times the mean
+    if jumps or min(falls) < -1e-6 or abs(rates[0] - LR) > 1e-6 or rates[-1] > LR / 10:
+        text = f"the learning rate should fall from {LR} to almost 0, step by step"
+        raise Wrong(f"{text}, but is {', '.join(f'{rate:.3f}' for rate in rates)}")
 
 
 def check_noise(run: Run, scale: float = 0.1) -> None:
     """Check that each image gets its own noise, not a copy of other images' noise."""
     noise = []
-    for number, rank in enumerate(run.ranks):
-        images = rank.trained()
+    for rank in run.ranks:
+        images = torch.cat([step.images for step in rank.steps])
         noise.append((images - IMAGES[indices(images)]).flatten())
-        if not 0.85 * scale < (spread := noise[-1].std()) < 1.15 * scale:
-            text = f"rank {number}'s noise has a standard deviation of {spread:.3f}"
-            raise Wrong(f"{text} instead of {scale}")
-        if repeated(noise[-1]):
-            raise Wrong(f"rank {number} adds the same noise to several images")
+    spreads = [round(one.std().item(), 3) for one in noise]
+    if min(spreads) < 0.85 * scale or max(spreads) > 1.15 * scale:
+        raise Wrong(f"the noise has standard deviations of {spreads}, not {scale}")
+    values = [one.abs().sort().values for one in (*noise, torch.cat(noise))]
+    copied = any((one.diff() < 1e-6).float().mean() > 0.1 for one in values)
     pairs = torch.stack([one[: min(map(len, noise))] for one in noise])
-    alike = len(noise) > 1 and torch.corrcoef(pairs)[0, 1].abs() > 0.3
-    if alike or repeated(torch.cat(noise)):
-        raise Wrong("both processes add the same noise to their images")
+    if copied or (len(noise) > 1 and torch.corrcoef(pairs)[0, 1].abs() > 0.3):
+        raise Wrong("the script adds the same noise to several images")
 
 
-def repeated(values: Tensor) -> bool:
-    """Return whether many of the absolute values occur several times."""
-    return bool((values.abs().sort().values.diff() < 1e-6).float().mean() > 0.1)
+def check_printed(
+    run: Run, names: tuple[str, ...], times: int = EPOCHS, divided: bool = True
+) -> None:
+    """Check the means over images that the script prints in `times` or more steps.
 
-
-def check_pretrained(run: Run) -> None:
-    """Check that training starts from the weights in pretrained.pt."""
-    if differ(run.ranks[0].weights[0], saved(FOLDER / "pretrained.pt")[1]):
-        raise Wrong("training does not start from the weights in pretrained.pt")
-
-
-def check_accuracy(run: Run, times: int = 1, divided: bool = True) -> None:
-    """Check that each printed accuracy counts each validation image once.
-
-    If `divided` is true, each process validates its share of the images.
+    A line shows the mean over the images that were validated since the last step. If
+    there are none, it shows the mean over the training images of the last epoch. If
+    `divided`, each process validates its share of the images.
     """
     passes = [one for rank in run.ranks for one in rank.validated]
     if any(one.training for one in passes):
         raise Wrong("the script validates a network that is in training mode")
-    trained = torch.cat([indices(rank.trained()) for rank in run.ranks])
-    if both := {*trained.tolist()} & hits(passes).keys():
-        count = f"{len(both)} of {len(hits(passes))} validation images"
-        raise Wrong(f"{count} are also used for training")
-    steps = set()
-    for rank in run.ranks:
-        ranks = sorted(run.ranks, key=lambda one: one is rank)  # its own passes win
-        passes = [one for x in ranks for one in x.validated]
-        for line in rank.printed:
-            right = hits([one for one in passes if one.step == line.step])
-            share = sum(right.values()) / VALIDATION
-            for printed in re.findall(r"accuracy (\d\.\d+)", line.text):
-                if len(right) != VALIDATION:
-                    text = f"{len(right)} of the {VALIDATION} validation images"
-                    raise Wrong(f"{text} are validated")
-                if abs(float(printed) - share) > 6e-5:
-                    text = f"the printed accuracy is {printed} instead of {share:.4f}"
-                    raise Wrong(f"{text}: {sum(right.values())} of {VALIDATION}")
-                steps.add(line.step)
-    if len(steps) < times:
-        raise Wrong(f"only {len(steps)} of {times} epochs end with an accuracy")
-    share = -(-VALIDATION // len(run.ranks))
-    for number, rank in enumerate(run.ranks):
-        count = sum(len(one.images) for one in rank.validated) / len(steps)
-        if divided and count > share:
-            text = f"rank {number} validates {count:g} images; its share is {share} of"
-            raise Wrong(f"{text} {VALIDATION}")
+    both = {*indices(*(one.images for one in passes))}
+    trained = {*indices(*(step.images for rank in run.ranks for step in rank.steps))}
+    expect("validation images that are also used for training", len(both & trained), 0)
+    share = -(-VALIDATION // len(run.ranks)) * len({one.step for one in passes})
+    for rank in run.ranks if divided else ():
+        count = sum(len(one.images) for one in rank.validated)
+        expect("validation images of each process", max(count, share), share)
+    for name in names:
+        ends = set()
+        for rank in run.ranks:
+            for line in rank.printed:
+                for printed in re.findall(rf"\b{name} (\d+\.?\d*)", line.text):
+                    ends.add(line.step)
+                    right = mean(run, rank, name, line.step)
+                    if abs(float(printed) - right) > 6e-5:
+                        text = f"the printed {name} is {printed} instead of {right:.6g}"
+                        raise Wrong(f"after step {line.step}, {text}")
+        expect(f"number of times that {name} is printed", min(len(ends), times), times)
 
 
-def hits(passes: list[Forward]) -> dict[int, bool]:
-    """Return {image index: whether it is classified correctly} for validated images."""
-    right = {}
+def mean(run: Run, rank: Rank, name: str, step: int) -> float:
+    """Return what a process should print after a step."""
+    if name == "bytes":
+        return step * PLAIN * 4  # each step sends the gradients (float32) once
+    ranks, first = (*run.ranks, rank), step - len(rank.steps) // EPOCHS
+    passes = [x for one in ranks for x in one.validated if x.step == step]
+    total = VALIDATION if passes else TRAINING
+    for one in chain(*(rank.steps[first:step] for rank in ranks if not passes)):
+        passes = passes + one.passes
+    values = {}
     for one in passes:
-        numbers = indices(one.images)
-        found = one.outputs.argmax(1) == LABELS[numbers]
-        right |= zip(numbers.tolist(), found.tolist(), strict=True)
-    return right
+        labels = LABELS[numbers := indices(one.images)]
+        found = (one.outputs.argmax(1) == labels).float()
+        if name == "loss":
+            found = F.cross_entropy(one.outputs, labels, reduction="none")
+        values |= zip(numbers, found.tolist(), strict=True)
+    expect(f"images of which {name} is printed", len(values), total)
+    return sum(values.values()) / total
 
 
-def check_norm(run: Run) -> None:
-    """Check that both processes validate the network that the script saves."""
-    net, _ = saved(run.files / "model.pt", nn.BatchNorm1d(16))
-    if not net[1].running_mean.any():
-        raise Wrong("the means of batch norm in model.pt are not those of training")
-    for number, rank in enumerate(run.ranks):
-        with torch.no_grad():
-            errors = [net(one.images) - one.outputs for one in rank.validated]
-        off = max((error.abs().max().item() for error in errors), default=0)
-        if off > 1e-4:
-            text = f"rank {number} validates a different network from model.pt"
-            raise Wrong(f"{text}: their outputs differ by up to {off:.3f}")
+def check_export(
+    run: Run,
+    file: str = "model.pt",
+    part: str = "",
+    epochs: tuple[int, ...] = (EPOCHS,),
+    norms: int = 0,
+) -> None:
+    """Check that a file has the processes' mean weights after these numbers of epochs.
+
+    If it has several parts, it also has the momentum of SGD. The network that the
+    processes validate is the one in the file.
+    """
+    norm = [nn.BatchNorm1d(16)] * norms
+    net = nn.Sequential(nn.Linear(8, 16), *norm, nn.ReLU(), nn.Linear(16, 3)).eval()
+    weights = zip(*(rank.weights for rank in run.ranks), strict=True)
+    weights = [sum(one) / len(one) for one in weights]
+    for epoch in epochs:
+        stage = epoch * len(run.ranks[0].steps) // EPOCHS  # number of steps
+        # Before step 7, the watcher has copied checkpoint.pt to 6.pt
+        path = {0: FOLDER / file, EPOCHS: run.files / file}
+        path = path.get(epoch, run.files / f"{stage}.pt")
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+            net.load_state_dict(content[part] if part else content)
+        except Exception as error:
+            text = f"the network without DDP cannot load {file}: {error}"
+            raise Wrong(textwrap.shorten(text.replace(str(path), file), 400)) from None
+        own = nn.utils.parameters_to_vector(net.parameters())
+        text = f"{file} does not hold the processes' mean weights"
+        same(own, weights[stage], f"{text} after {epoch} epochs")
+        if part:
+            state = content.get("optimizer", {}).get("state", {})
+            parts = [state[i]["momentum_buffer"].flatten() for i in sorted(state)]
+            momentum = LR * torch.cat(parts or [own])
+            moved = weights[stage - 1] - weights[stage]
+            same(momentum, moved, f"{file} does not hold the momentum of all weights")
+    if norm and not net[1].running_mean.any():
+        raise Wrong(f"the means of batch norm in {file} are not those of training")
+    for one in chain(*(rank.validated for rank in run.ranks)):
+        same(net(one.images), one.outputs, f"the processes do not validate {file}")
 
 
-def check_export(run: Run, file: str = "model.pt", part: str = "") -> None:
-    """Check that the script saves the trained weights."""
-    if differ(run.ranks[0].weights[-1], saved(run.files / file, part=part)[1]):
-        raise Wrong(f"{file} does not hold the trained weights")
+def check_machines(run: Run) -> None:
+    """Check that the script also works on two machines with one process each."""
+    place = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    when = "on two machines with one process each, "
+    with started(run.script, when=when, **place) as other:
+        other.end()
+        check_shares(other)
 
 
-def check_optimizer(run: Run) -> None:
-    """Check that the script saves the optimizer's state for all weights."""
-    content = torch.load(run.files / CHECKPOINT, weights_only=True)
-    state = content.get("optimizer", {}).get("state", {})
-    parts = [state[i]["momentum_buffer"].flatten() for i in sorted(state)]
-    last = run.ranks[0].steps[-1]
-    if differ(LR * torch.cat([torch.empty(0), *parts]), last.before - last.after):
-        raise Wrong(f"{CHECKPOINT} does not hold the momentum of all weights")
+def check_another_run(run: Run) -> None:
+    """Check that the script works while another run of it is in progress."""
+    ready = FORK.Barrier(3)
+    hold = lambda _: (ready.wait(), signal.pause())  # noqa: E731
+    with started(run.script, disturb=hold):
+        ready.wait(PATIENCE)
+        with started(run.script, when="if another run is in progress, ") as other:
+            other.end()
+            check_shares(other)
 
 
-def check_printed(run: Run, names: tuple[str, ...]) -> None:
-    """Check that the script prints each epoch's means over all images of the epoch."""
-    for epoch in range(EPOCHS):
-        steps = chain(*(rank.epochs()[epoch] for rank in run.ranks))
-        passes = [one for step in steps for one in step.passes]
-        outputs = torch.cat([one.outputs for one in passes])
-        labels = LABELS[indices(torch.cat([one.images for one in passes]))]
-        right = {"loss": F.cross_entropy(outputs, labels)}
-        right["accuracy"] = (outputs.argmax(1) == labels).float().mean()
-        for name in names:
-            line = rf"^epoch {epoch}\b.*\b{name} (\d+\.\d+)"
-            found = re.search(line, run.ranks[0].text, re.M)
-            if not found or abs(float(found[1]) - right[name]) > 6e-5:
-                text = f"epoch {epoch}'s {name} is {right[name]:.4f}; the script prints"
-                raise Wrong(f"{text} {found[1] if found else 'none'}")
-
-
-def check_bytes(run: Run) -> None:
-    """Check that each epoch prints how many bytes of gradients were sent so far."""
-    for epoch in range(EPOCHS):
-        count = (epoch + 1) * len(run.ranks[0].steps) // EPOCHS * PLAIN * 4
-        if str(count) not in run.ranks[0].text:
-            raise Wrong(f"epoch {epoch} ends after {count} bytes; this is not printed")
-
-
-def check_local(run: Run, every: int = 4) -> None:
-    """Check that processes take their own steps, but average weights every 4th step."""
-    for rank in run.ranks:
-        check_steps(replace(run, ranks=[rank]))
-    rows = [*zip(*(rank.steps for rank in run.ranks), strict=True)]
-    means = [sum(step.after for step in row) / len(row) for row in rows]
-    for number, (row, later) in enumerate(pairwise(rows), 1):
-        for step, after in zip(row, later, strict=True):
-            start = step.after if number % every else means[number - 1]
-            if differ(start, after.before):
-                how = "own" if number % every else "mean"
-                raise Wrong(f"step {number + 1} does not start from the {how} weights")
-    if differ(means[-1], saved(run.files / "model.pt")[1]):
-        raise Wrong("model.pt does not hold the mean of both processes' weights")
-
-
-def check_uses(run: Run, **facts: object) -> None:
-    """Check that every Step event of each process has these values in its fields."""
-    for rank, one in enumerate(run.ranks):
-        for number, step in enumerate(one.steps, 1):
-            for name, right in facts.items():
-                if (found := getattr(step, name)) != right:
-                    text = f"in step {number} of rank {rank}, {name} is {found}"
-                    raise Wrong(f"{text} instead of {right}")
+def check_resumes(run: Run) -> None:
+    """Check that the run after a killed run ends like an uninterrupted run."""
+    kill = lambda steps: steps == 12 and os._exit(1)  # noqa: E731
+    when = "after a run that was killed in epoch 2, the next run fails: "
+    with started(run.script, disturb=kill) as killed:
+        with contextlib.suppress(Wrong):
+            killed.end()
+        killed.kill()
+        with started(run.script, killed.files, when=when) as again:
+            again.end()
+            check_weights(again)
+            own, whole = again.ranks[0], run.ranks[0]
+            expect("steps instead of the last 6", len(own.steps), 6)
+            wrong = "its final weights are not those of an uninterrupted run"
+            same(own.weights[-1], whole.weights[-1], wrong)

@@ -20,7 +20,6 @@ class Lab:
     doctor: str  # the doctor's finding, or "-"
     lesson: str  # the folder of the lesson that the lab needs
     path: str = "optional"  # or "core"
-    runs: str = "once"  # grade.py's function play_...
 
 
 def read(path: Path) -> Lab:
@@ -28,12 +27,8 @@ def read(path: Path) -> Lab:
     docstring = ast.get_docstring(ast.parse(path.read_text()))
     pairs = re.findall(r"^(\w+): (.+(?:\n  .+)*)", docstring, re.M)
     facts = {name: " ".join(value.split()) for name, value in pairs}
-    calls = ast.parse(f"({facts.pop('checks')},)", mode="eval").body.elts
-    checks = {}
-    for one in calls:
-        options = getattr(one, "keywords", ())
-        name = getattr(one, "func", one).id
-        checks[name] = {x.arg: ast.literal_eval(x.value) for x in options}
+    calls = re.findall(r"(\w+)(\(.*?\))?(?:, |$)", facts.pop("checks"))
+    checks = {name: eval(f"dict{options or '()'}") for name, options in calls}
     return Lab(path.stem.split("_")[0], path.name, checks=checks, **facts)
 
 

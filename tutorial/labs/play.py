@@ -12,15 +12,15 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from torch.distributed.elastic.utils.distributed import get_free_port
-from watch import Forward, Last, Step, be_rank
 
 from doctor import job
 from doctor.event import Failed
 from doctor.results import Printed
+from tutorial.labs.watch import Forward, Last, Step, be_rank
 
 EPOCHS = 3  # of all scripts
+torch.set_num_threads(1)  # a process with other threads cannot fork safely
 PATIENCE = float(os.environ.get("PATIENCE", "10"))  # seconds
 FORK = multiprocessing.get_context("fork")
 
@@ -30,38 +30,27 @@ class Wrong(Exception):
 
 
 class Rank:
-    """What one process did: its events, and the text that it printed."""
+    """What one process did."""
 
-    def __init__(self, process: job.Process, text: str):
-        self.process, self.text = process, text
+    def __init__(self, process: job.Process):
+        self.process, self.printed = process, process.of(Printed)
         self.steps, self.last = process.of(Step), process.of(Last)
         self.validated = process.of(Forward)  # passes without gradients
-        self.printed = process.of(Printed)
         # Before the first step, after each step, and at the end
         self.weights = [one.before for one in self.steps[:1]]
         self.weights += [one.after for one in self.steps]
         self.weights += [one.weights for one in self.last]
 
-    def trained(self) -> Tensor:
-        """Return the images of all steps, with shape (N, 8)."""
-        return torch.cat([torch.empty(0, 8), *(x.images() for x in self.steps)])
-
-    def epochs(self) -> list[list[Step]]:
-        """Return this process's steps, one list per epoch."""
-        size = -(-len(self.steps) // EPOCHS)
-        return [self.steps[size * i :][:size] for i in range(EPOCHS)]
-
     def ending(self, code: int | None) -> str:
         """Return how the process ended or, if its exit code is None, where it waits."""
-        how, steps = "ends" if code == 0 else "does not end", len(self.steps)
-        if code is None and (waits := job.waiting(self.process)):
+        how = "does not end" if code is None else f"ends with exit code {code}"
+        if waits := job.waiting(self.process):
             how = f"is still waiting in {waits.what}()"
-        elif code and code != -signal.SIGALRM:  # its limit is LIFE
-            errors = [one.text for one in self.process.of(Failed)]
-            error = [*errors, f"exit status {code}"][0]
-            first = re.split(r"\. |\n", error)[0]  # its first sentence
-            how = "fails with " + re.sub(r"\[/\S+\] ", "", first)
-        when = f"after step {steps}" if steps else "before the first step"
+        for one in self.process.of(Failed):
+            sentence = re.split(r"\. |\n", one.text)[0]
+            how = "fails with " + re.sub(r"\[/\S+\] ", "", sentence)
+        count = len(self.steps)
+        when = f"after step {count}" if count else "before the first step"
         return f"{when}, rank {self.process.rank} {how}"
 
 
@@ -69,40 +58,34 @@ class Rank:
 class Run:
     """The processes that run a script."""
 
+    script: Path
     files: Path  # their working directory
-    records: Path  # the folder of their events and texts
+    records: Path  # the folder of their events
     processes: list = field(default_factory=list)
     ranks: list[Rank] = field(default_factory=list)
 
-    def end(self, may_fail: bool = False) -> None:
+    def end(self) -> None:
         """Wait until all processes have ended; raise Wrong if one fails or hangs."""
         while alive := [x.sentinel for x in self.processes if x.exitcode is None]:
             failed = any(process.exitcode for process in self.processes)
             wait(alive, 2 if failed else 0.5)  # then the other soon fails too
-            if failed or self.hangs():
+            last = [one.events[-1] for one in job.read(self.records).processes]
+            waits = [getattr(one, "seconds", None) for one in last]  # of doctor's Waits
+            hangs = any(waits) and all(x is None or x > PATIENCE for x in waits)
+            if failed or hangs:
                 break
         codes = [process.exitcode for process in self.processes]
-        found = {process.rank: process for process in job.read(self.records).processes}
-        for rank in range(len(codes)):
-            text = (self.records / f"{rank}.text").read_text()
-            process = found.get(rank, job.Process(rank, len(codes), []))
-            self.ranks.append(Rank(process, text))
-        if may_fail or codes == [0] * len(codes):
-            return
-        lines = [x.ending(code) for x, code in zip(self.ranks, codes, strict=True)]
-        if not any(codes):
-            raise Wrong(f"nothing happens for {PATIENCE:g} s: {' and '.join(lines)}")
-        # A lost connection means only that the other process ended earlier
-        lost = "onnection|roken pipe"
-        pairs = zip(lines, codes, strict=True)
-        own = [line for line, code in pairs if code and not re.search(lost, line)]
-        raise Wrong(own[0] if own else " and ".join(lines))
-
-    def hangs(self) -> bool:
-        """Return whether no process has made progress for PATIENCE seconds."""
-        last = [one.events[-1] for one in job.read(self.records).processes]
-        waits = [getattr(one, "seconds", None) for one in last]  # of doctor's Waits
-        return any(waits) and all(x is None or x > PATIENCE for x in waits)
+        found = job.read(self.records).processes
+        known = {process.rank: process for process in found}
+        none = [job.Process(rank, len(codes), []) for rank in range(len(codes))]
+        self.ranks = [Rank(known.get(one.rank, one)) for one in none]
+        if any(code != 0 for code in codes):
+            lines = [x.ending(y) for x, y in zip(self.ranks, codes, strict=True)]
+            # A lost connection means only that the other process ended earlier
+            pairs, lost = zip(lines, codes, strict=True), "onnection|roken pipe"
+            own = [line for line, code in pairs if code and not re.search(lost, line)]
+            when = "" if any(codes) else f"nothing happens for {PATIENCE:g} s: "
+            raise Wrong(own[0] if own else when + " and ".join(lines))
 
     def kill(self) -> None:
         """Kill the processes, and those that they started."""
@@ -113,21 +96,18 @@ class Run:
             process.join()
 
 
-@contextlib.contextmanager
-def horovod(size: int) -> Iterator[list[dict[str, str]]]:
-    """Start Horovod's rendezvous server; yield each rank's environment variables."""
+def horovod(size: int, stack: contextlib.ExitStack) -> list[dict[str, str]]:
+    """Start Horovod's rendezvous server; return each rank's environment variables."""
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
     from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
     from horovod.runner.http.http_server import RendezvousServer
 
     server = RendezvousServer()
     common = create_run_env_vars("127.0.0.1", ["lo"], str(server.start()))
+    stack.callback(server.stop)
     slots = get_host_assignments(parse_hosts(f"localhost:{size}"), size)
     server.init(slots)
-    try:
-        yield [common | create_slot_env_vars(slot) for slot in slots]
-    finally:
-        server.stop()
+    return [common | create_slot_env_vars(slot) for slot in slots]
 
 
 @contextlib.contextmanager
@@ -135,30 +115,31 @@ def started(
     script: Path,
     files: Path | None = None,
     size: int = 2,
-    machines: int = 1,
+    when: str = "",
     disturb: Callable[[int], object] = lambda steps: None,
+    **more: str,
 ) -> Iterator[Run]:
     """Start a script in `size` processes; kill them when the `with` block ends.
 
-    They run in the folder `files`, or in a new folder that is deleted after the block.
-    With `machines=2`, they seem to be on two machines. The processes call `disturb`
-    before each step, with the number of completed steps.
+    They run in the folder `files`, or in a new folder that is deleted after the block,
+    and have `more` environment variables. The block's messages begin with `when`. The
+    processes call `disturb` before each step, with the number of completed steps.
     """
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
-    variables |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size // machines)}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lab-")))
-        run = Run(files or folder / "files", folder / "records")
-        run.files.mkdir(exist_ok=True)
-        run.records.mkdir()
-        variables["DOCTOR_FOLDER"] = str(run.records)
-        stack.callback(run.kill)
+        run = Run(script, files or folder, Path(tempfile.mkdtemp(dir=folder)))
         needs = "import horovod" in script.read_text()
-        places = stack.enter_context(horovod(size)) if needs else [{}] * size
+        places = horovod(size, stack) if needs else [{}] * size
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
+        common |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+        common |= {"DOCTOR_FOLDER": str(run.records)}
+        stack.callback(run.kill)
         for rank, place in enumerate(places):
-            local = {"RANK": str(rank), "LOCAL_RANK": str(rank % (size // machines))}
-            text = run.records / f"{rank}.text"
-            task = script, run.files, text, variables | place | local, disturb
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **place, **more}
+            task = script, run.files, common | own, disturb
             run.processes.append(FORK.Process(target=be_rank, args=task))
             run.processes[rank].start()
-        yield run
+        try:
+            yield run
+        except Wrong as wrong:
+            raise Wrong(f"{when}{wrong}") from None
