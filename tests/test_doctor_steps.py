@@ -255,7 +255,7 @@ def test_the_weight_of_each_sample_in_a_step(name):
 def test_the_factors_of_a_loss_are_told():
     terms = (0.7, "mean", 8, 1, 1), (0.04, "sum", 8, 4, 1)
     found = judged(*steps(MEAN, terms=terms)).verdicts[4].not_judged["mean_gradient"]
-    assert "0.7 x a mean + 0.04 x a sum; doctor cannot know" in found
+    assert "0.7 x a mean, 0.04 x a sum; doctor cannot know" in found
 
 
 def test_a_law_is_broken_by_the_effect_of_another_one():
@@ -378,7 +378,7 @@ def test_an_optimizer_that_never_steps():
 def test_weights_that_are_nan_at_the_end():
     lost = [Measured(loader=None, values={"loss of a": x}) for x in (math.nan, 1.0)]
     for end, level in ((1.0, "note"), (math.nan, "WRONG")):
-        ranks = [lost + states([end], moment="end") for _ in range(2)]
+        ranks = [lost + states([1.0], [end], moment="end") for _ in range(2)]
         assert named(judged(*ranks)) == {"loss_is_not_finite": level}
     assert "loss_is_not_finite" in named(judged(*(x[2:] for x in ranks)))
 

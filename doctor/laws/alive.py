@@ -1,7 +1,6 @@
 """Law 6: every trainable weight gets gradients, is in an optimizer, and changes."""
 
 from collections import Counter
-from dataclasses import field
 from itertools import compress
 
 from ..event import Event
@@ -38,7 +37,7 @@ class Weight(Event, limit=10**6):  # enough for all weights, several times
     reached: bool  # a backward pass has reached the weight
     moves: bool  # the weight has changed, or its sampled gradients were all zero
     half: bool  # it has 16 bits, a learning rate above 0, and no copy of more bits
-    changes: list[bool] = field(default_factory=list)  # of sampled elements, if `half`
+    changes: list[bool] = ()  # if `half`: which sampled elements with gradients changed
     first: int  # the step in which its module first ran, or -1
     cut: bool  # its module's results need no gradient
     returned: bool  # the outer module returns its module's results

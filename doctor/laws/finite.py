@@ -20,8 +20,10 @@ def loss_is_not_finite(job):
         for name in one.values:
             if name.startswith("loss of "):
                 series.setdefault((one.rank, name), []).append(one)
-    ends = [x for x in job.of(State) if (x.moment, x.what) == ("end", "weights")]
-    spoilt = any(isnan(x) for one in ends for x in one.values)
+    kept = [x for x in job.of(State) if x.what == "weights"]
+    own = [x for x in kept if x.step == 0], [x for x in kept if x.moment == "end"]
+    lost = [any(isnan(y) for x in rows for y in x.values) for rows in own]
+    spoilt = lost == [False, True]
     for (rank, name), rows in series.items():
         bad = [one for one in rows if not isfinite(one.values[name])]
         stays = spoilt or (len(bad) > 2 and bad == rows[-len(bad) :])

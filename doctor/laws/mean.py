@@ -170,10 +170,9 @@ def unread(found: list[Fit]) -> str:
     if not alike([[x] for x in values], 0.02):
         return f"the gradients are {min(values):.3f} to {max(values):.3f} x the mean"
     if terms := known(entry):
-        each = [f"{x.factor:.4g} x a {x.kind.split()[-1]}" for x in terms[:3]]
-        each = " + ".join(each + ["..."] * (len(terms) > 3))
-        text = f"the loss of step {one.row[0].step + 1} is {each}; doctor cannot know "
-        return f"{text}whether you intend these factors"
+        each = listed(f"{x.factor:.4g} x a {x.kind.split()[-1]}" for x in terms)
+        what = f"the loss of step {one.row[0].step + 1} is made of {each}; doctor "
+        return f"{what}cannot know whether you intend these factors"
     return f"how the loss at {entry['place']} averages its samples could not be read"
 
 
