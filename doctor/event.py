@@ -89,6 +89,8 @@ class Failed(Event):
 class Exit(Event):
     """The process ends."""
 
+    passes: int = 0  # number of backward passes until the timed steps ended
+
 
 def read(path: Path) -> list[Event]:
     """Return a process's events, in the order in which it wrote them."""

@@ -6,7 +6,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from .event import Failed, Start
+from .event import Exit, Failed, Start
 from .job import Job
 from .law import BROKEN, CHECKS, HELD, NOT_JUDGED, NOTE, Check, Finding, Report, Verdict
 from .laws.time import Runs, time_table
@@ -27,6 +27,8 @@ def page(job: Job, report: Report, verbose: bool = False) -> str:
     else:
         text = f"{NOTHING}: no optimizer step was seen on all ranks."
         if not job.of(Failed):  # the error's finding is clearer
+            passes = max((one.passes for one in job.of(Exit)), default=0)
+            text += f" A rank ran {passes} backward passes." * (passes > 0)
             text += " doctor watches scripts that call step() of a PyTorch "
             text += "Optimizer in the job's processes. In float16, a GradScaler skips "
             text += "the first steps: train for a few more."

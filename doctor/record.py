@@ -226,7 +226,7 @@ def leave() -> None:
 
     if recorder.file is not None:
         tell("on_exit")
-        recorder.write(Exit())
+        recorder.write(Exit(passes=recorder.passes))
         gc.collect()  # frees the process groups: see Gloo's threads in docs/pitfalls.md
 
 

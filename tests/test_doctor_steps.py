@@ -25,6 +25,7 @@ from doctor.laws.losses import Losses, outer
 from doctor.laws.losses import terms as read_terms
 from doctor.laws.modes import Mode, Validation
 from doctor.laws.passes import Passes, Update
+from doctor.laws.ranks import Measured
 from doctor.laws.resume import Begins, Restored, Resumed, Resumes
 from doctor.laws.schedule import Schedule, length
 from doctor.laws.states import Layout, Replicas, State
@@ -251,6 +252,12 @@ def test_the_weight_of_each_sample_in_a_step(name):
         assert law(report, 5) == "broken"
 
 
+def test_the_factors_of_a_loss_are_told():
+    terms = (0.7, "mean", 8, 1, 1), (0.04, "sum", 8, 4, 1)
+    found = judged(*steps(MEAN, terms=terms)).verdicts[4].not_judged["mean_gradient"]
+    assert "0.7 x a mean, 0.04 x a sum; doctor cannot know" in found
+
+
 def test_a_law_is_broken_by_the_effect_of_another_one():
     """If nothing averages the gradients, the replicas drift apart, and two laws are broken."""
     ranks = steps(MEAN)
@@ -339,6 +346,43 @@ def test_weights_that_never_live_are_named():
         assert ("not_in_an_optimizer" in found) != moves
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_updates_that_most_elements_of_16_bits_round_away(rate, monkeypatch):
+    weight, found = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16)), []
+    known = {id(weight): (0, weakref.ref(weight))}
+    monkeypatch.setattr(Moments.here, "known", known)
+    monkeypatch.setattr(recorder, "write", found.append)
+    alive, weight.grad = Alive(), torch.tensor([1, 1, 0], dtype=weight.dtype)
+    alive.on_step(torch.optim.SGD([weight], rate), [weight], [[1.0]])
+    weight.data[0] = 2
+    alive.on_summary()
+    assert found[-1].changes == ([True, False] if found[-1].half else [])
+    assert found[-1].half == (rate > 0)
+    for case, wanted in enumerate(("broken", "not judged", "held")):
+        changes = [n < (4, 4, 8)[case] for n in range(20)]
+        job = made(*weights("a", half=True, steps=12, changes=changes))
+        job.of(Step)[-1].rates = [0.1 + case]  # in cases 1 and 2, it still rises
+        assert law(report := examine(job), 6) == wanted
+        assert ("rounded_away" in named(report)) == (wanted == "broken")
+
+
+def test_an_optimizer_that_never_steps():
+    for moves, steps in ((0, 1), (1, 1), (0, 4)):  # the job ends after step 1
+        found = named(judged(*weights("a", optimizer=-1, moves=moves), steps=steps))
+        assert ("not_in_an_optimizer" in found) == (steps == 1 and not moves)
+    job = made([], [], steps=0)
+    job.of(Exit)[0].passes = 54
+    assert "ran 54 backward passes" in " ".join(page(job, examine(job)).split())
+
+
+def test_weights_that_are_nan_at_the_end():
+    lost = [Measured(loader=None, values={"loss of a": x}) for x in (math.nan, 1.0)]
+    for end, level in ((1.0, "note"), (math.nan, "WRONG")):
+        ranks = [lost + states([1.0], [end], moment="end") for _ in range(2)]
+        assert named(judged(*ranks)) == {"loss_is_not_finite": level}
+    assert "loss_is_not_finite" in named(judged(*(x[2:] for x in ranks)))
+
+
 @pytest.mark.parametrize("added", [0, 1])
 def test_a_layer_that_is_added_after_the_watched_steps_is_told_at_the_end(
     added, monkeypatch
@@ -349,7 +393,7 @@ def test_a_layer_that_is_added_after_the_watched_steps_is_told_at_the_end(
     monkeypatch.setattr("doctor.laws.alive.tell", told.append)
     alive.steps.update({id(network.weight): 40, 1: 40} if not added else {1: 40})
     network.weight.grad = torch.ones(2, 2)
-    alive.on_exit()
+    alive.on_end()
     assert told == ["on_summary"] * added
 
 
@@ -570,6 +614,24 @@ def test_weights_that_the_script_updates_itself_are_compared(monkeypatch):
         first = [states([1 + rank * begin], moment="start") for rank in (0, 1)]
         ranks = map(add, first, [states([1]), states([2])])
         assert [*named(judged(*ranks))] == [wanted]
+
+
+def test_networks_of_one_class_are_matched_by_their_tensors():
+    given = {"moment": "validation", "what": "Net"}
+    for kind, wanted in ((1, {"buffers_differ": "RISK"}), (2, {})):
+        ranks = states([1], kind=1, **given), states([2], kind=kind, **given)
+        assert named(judged(*ranks)) == wanted
+        ranks[0].insert(0, states([3], kind=1, **given)[0])  # rank 0 validates one more
+        assert not named(judged(*ranks))
+
+
+@pytest.mark.parametrize("loads", [0, 1])
+def test_weights_that_only_a_load_makes_equal_have_drifted_apart(loads):
+    ranks = [[n + rank * (n % 4 > 0) for n in range(8)] for rank in (0, 1)]
+    ranks = [states(*([x] for x in own)) for own in ranks]
+    ranks[0] += [event(Resumed, 4)] * loads
+    wanted = {"weights_drift": "RISK" if loads else "note"}
+    assert named(judged(*ranks)) == wanted
 
 
 @pytest.mark.parametrize("rest", [0, 2])

@@ -37,6 +37,7 @@ class Weight(Event, limit=10**6):  # enough for all weights, several times
     reached: bool  # a backward pass has reached the weight
     moves: bool  # the weight has changed, or its sampled gradients were all zero
     half: bool  # it has 16 bits, a learning rate above 0, and no copy of more bits
+    changes: list[bool] = ()  # if `half`: which sampled elements with gradients changed
     first: int  # the step in which its module first ran, or -1
     cut: bool  # its module's results need no gradient
     returned: bool  # the outer module returns its module's results
@@ -94,12 +95,15 @@ class Alive(Watcher):
         if recorder.step + 1 in WRITES:
             tell("on_summary")
 
-    def on_exit(self) -> None:
+    def on_end(self) -> None:
         later = [x for x in self.outside() if x.requires_grad and x.grad is not None]
+        known = Moments.here.known.keys() & self.begun
+        idle = [x for x in later if id(x) in known]  # of an optimizer without steps
+        self.alive.update(map(id, compress(idle, lives(idle))))
         later = {*map(id, later)} - self.reached  # such as a block that was added late
         self.reached |= later
         few = recorder.step < STEPS and recorder.step not in WRITES
-        if self.steps and (few or later):
+        if self.steps and (few or later or idle):
             tell("on_summary")
 
     def on_summary(self) -> None:
@@ -117,7 +121,12 @@ class Alive(Watcher):
         names = {id(weight): (name, ran) for name, weight, ran in loose}
         found |= {id(weight): weight for _, weight, _ in loose}
         self.reached |= {id(one) for _, one, _ in loose if one.grad is not None}
-        now = dict(zip(found, numbers([*map(local, found.values())]), strict=True))
+        half = self.rated - self.copied
+        own = [local(one) for one in found.values()]
+        own += [local(x.grad) if key in half else None for key, x in found.items()]
+        rows = numbers(own)
+        used = dict(zip(found, rows[len(found) :], strict=True))
+        now = dict(zip(found, rows, strict=False))
         self.moved = {key for key in now if now[key] != self.begun.get(key, now[key])}
         for key, weight in found.items():
             name, ran = names.get(key, (Moments.here.name(weight), None))
@@ -128,6 +137,7 @@ class Alive(Watcher):
                 network, training = f"{type(root).__name__} {id(root)}", root.training
             ran = ran or Ran(None, -1, "")
             unsampled = key in self.steps and key not in self.nonzero
+            pairs = zip(used[key], self.begun.get(key, ()), now[key], strict=False)
             event = Weight(
                 name=name,
                 module=module,
@@ -140,7 +150,8 @@ class Alive(Watcher):
                 alive=self.alive[key],
                 reached=key in self.reached,
                 moves=key in self.moved or unsampled,
-                half=key in self.rated - self.copied,
+                half=key in half,
+                changes=[old != new for gradient, old, new in pairs if gradient],
                 first=ran.first,
                 cut=ran.cut,
                 returned=ran.returned,
@@ -247,13 +258,22 @@ def dead_weights(job):
         raise NotJudged(f"{len(dead)} {never}: {names(dead)}{more}")
     elif alive:
         still = [x for x in alive if not x.moves]
-        what = f"{len(still)} {count} get gradients, but do not change"
-        if still and all(x.half and x.alive > 9 for x in still):
-            what += f" in {steps} steps: {names(still)}"
-            yield Breach(what, job.of(Step)[0].place, facts=still)
+        what, text = f"{len(still)} {count}", "get gradients, but do not change"
+        half = [x for x in alive if x.half and x.steps > 9]
+        moved = [change for x in half for change in x.changes]
+        if few := len(moved) > 19 and sum(moved) < len(moved) / 4:
+            what = f"{moved.count(False)} of {len(moved)} sampled elements of 16-bit "
+            what, still = f"{what}weights", half
+        if few or (still and all(x.half and x.alive > 9 for x in still)):
+            text = f"{text} in {steps} steps: {names(still)}"
+            own = [x for x in job.of(Step) if x.optimizer == still[0].optimizer]
+            rates = [x.rates[0] for x in own if x.watched]
+            rises = rates[-1] > 1.01 * rates[len(rates) // 2]
+            need(not rises, f"{what} {text}; the learning rate still rises")
+            yield Breach(f"{what} {text}", own[0].place, facts=still)
             return
         if still:
-            raise NotJudged(f"{what}: {names(still)}")
+            raise NotJudged(f"{what} {text}: {names(still)}")
         yield f"{len(alive)} {count} get gradients and change in {steps} steps"
 
 
@@ -307,6 +327,13 @@ def not_in_an_optimizer(job):
     requires_grad_(False), which saves time.
     """
     found, rows = lost(job), [x[0] for x in latest(job).values()]
+    still = [x[0] for x in latest(job).values() if not any(one.moves for one in x)]
+    end = job.of(Step)[-1].step  # events at the job's end have a higher number
+    idle = [x for x in still if x.step > end and x.optimizer == -1 and x.alive]
+    if idle and job.status == 0:  # otherwise, a later phase may be missing
+        what = f"{len(idle)} weights get gradients, but their optimizer never takes a "
+        mend = "Call step() of each optimizer after backward()."
+        yield Breach(f"{what}step: {names(idle)}", job.of(Step)[0].place, mend=mend)
     if found:
         count = f"{len(found)} of {sum(x.trainable for x in rows)} weights"
         what = f"{count} get gradients, but no optimizer has them: {names(found)}"

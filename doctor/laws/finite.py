@@ -1,15 +1,16 @@
 """Law 6: every weight learns. Finds losses that are infinite or NaN."""
 
-from math import isfinite
+from math import isfinite, isnan
 
 from ..law import NOTE, WRONG, Breach, check
 from .alive import LAW
 from .ranks import Measured
+from .states import State
 
 
 @check(LAW, WRONG)
 def loss_is_not_finite(job):
-    """A loss becomes infinite or NaN.
+    """A loss becomes infinite or NaN, or weights do.
 
     Check this step for an empty batch, a wrong label, a logarithm of 0 or a division
     by 0. If the loss grew in the preceding steps, lower the learning rate.
@@ -19,14 +20,21 @@ def loss_is_not_finite(job):
         for name in one.values:
             if name.startswith("loss of "):
                 series.setdefault((one.rank, name), []).append(one)
+    kept = [x for x in job.of(State) if x.what == "weights"]
+    own = [x for x in kept if x.step == 0], [x for x in kept if x.moment == "end"]
+    lost = [any(isnan(y) for x in rows for y in x.values) for rows in own]
+    spoilt = lost == [False, True]
     for (rank, name), rows in series.items():
         bad = [one for one in rows if not isfinite(one.values[name])]
-        stays = len(bad) > 2 and bad == rows[-len(bad) :]
+        stays = spoilt or (len(bad) > 2 and bad == rows[-len(bad) :])
         found += [(bad[0].step, name, rank, bad[0].values[name], stays)] if bad else []
     if found:
         step, name, rank, value, stays = min(found)
         count = sum(one[:2] == (step, name) for one in found)
         what = f"the loss is {value} on {count} of {len(job.processes)} ranks (rank "
         what += f"{rank}) in step {step + 1}"
-        what += " and in all later ones" if stays else ", but not in all later ones"
+        later = " and in all later ones" if stays else ", but not in all later ones"
+        what += ", and weights are nan at the end" if spoilt else later
         yield Breach(what, name.removeprefix("loss of "), level="" if stays else NOTE)
+    elif spoilt:
+        yield Breach("weights are nan at the end of the job")

@@ -165,11 +165,14 @@ def mean_gradient(job):
 
 def unread(found: list[Fit]) -> str:
     """Return why the samples' weights are unknown."""
-    values, entry = [x.factor for x in found], found[0].passes[0]
+    one, values = next(x for x in found if not is_right(x)), [x.factor for x in found]
+    entry = one.passes[0]
     if not alike([[x] for x in values], 0.02):
         return f"the gradients are {min(values):.3f} to {max(values):.3f} x the mean"
     if terms := known(entry):
-        return f"each pass has a loss with a factor of {terms[0].factor:.4g}"
+        each = listed(f"{x.factor:.4g} x a {x.kind.split()[-1]}" for x in terms)
+        what = f"the loss of step {one.row[0].step + 1} is made of {each}; doctor "
+        return f"{what}cannot know whether you intend these factors"
     return f"how the loss at {entry['place']} averages its samples could not be read"
 
 

@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
 from operator import ne
@@ -13,6 +12,7 @@ from ..law import NOTE, RISK, WRONG, Breach, Doubt, NotJudged, check, need, seve
 from ..moments import Step
 from .checkpoints import Saved
 from .meeting import collectives_differ
+from .resume import Resumed
 from .states import LAW, Layout, State
 
 NONE = "no step with unsharded weights was seen on all ranks"
@@ -38,17 +38,17 @@ def listed(names: Iterable[str], most: int = 3) -> str:
 
 def states_of(job: Job, moment: str, what: str = "") -> list[list[State]]:
     """Return rows of states that all ranks wrote at one moment, one state per rank."""
-    found = {}
-    for process in job.processes:
-        count = Counter()
+    found, count = {}, len(job.processes)
+    for number, process in enumerate(job.processes):
         for one in process.of(State):
             if one.moment == moment and what in ("", one.what):
-                key = one.step, one.what, one.meets
-                count[key] += 1
-                key = *key, count[key]
-                found.setdefault(key, []).append(one)
-    rows = [found[key] for key in sorted(found)]
-    return [row for row in rows if len(row) == len(job.processes)]
+                # Networks of one class may differ, such as a teacher and a student
+                kind = one.kind if moment in ("validation", "other") else 0
+                key = one.step, one.what, one.meets, kind
+                found.setdefault(key, [[] for _ in range(count)])[number].append(one)
+    lists = [found[key] for key in sorted(found)]
+    lists = [own for own in lists if len({*map(len, own)}) == 1]
+    return [[*row] for own in lists for row in zip(*own, strict=True)]
 
 
 def differing(row: list[State], tolerance: float = 1e-6) -> tuple[list[str], int]:
@@ -70,8 +70,10 @@ def first(rows: list[list[State]], what: str, tolerance: float) -> tuple | None:
 
 
 def equal_steps(job: Job, after: int) -> list[int]:
-    """Return later watched steps that all ranks begin with equal weights."""
+    """Return later watched steps that begin with equal weights, not just loaded."""
     rows = [x for x in states_of(job, "step", "weights") if x[0].step > after]
+    loads = {one.step for one in job.of(Resumed)}
+    rows = [row for row in rows if row[0].step not in loads]
     return [row[0].step for row in rows if not differing(row)[0]]
 
 
@@ -210,7 +212,6 @@ def buffers_differ(job):
     several(job)
     rows, updated = states_of(job, "validation"), states_of(job, "step", "buffers")
     need(rows + updated, "no network was validated on all ranks after the same step")
-    rows = [row for row in rows if len({one.what for one in row}) == 1]
     for row in rows:
         what = f"weights and buffers of the validated {row[0].what}"
         if found := first([row], what, 1e-4):

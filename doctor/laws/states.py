@@ -9,7 +9,7 @@ from ..loaders import Loaders
 from ..moments import Moments
 from ..objects import Objects, label_of
 from ..record import STEPS, place, recorder, torch
-from ..sample import flat, numbers
+from ..sample import digest, flat, numbers
 from ..watcher import Watcher
 
 LAW = Law(4, "replicas", "Replicas are equal")
@@ -37,6 +37,7 @@ class State(Event, limit=1000):
     place: str = ""
     trains: bool = True  # an optimizer contains weights of the network
     meets: int = 0  # number of collectives so far, in a script without an optimizer
+    kind: int = 0  # a hash of the names and shapes of a network's tensors
 
     def rows(self) -> dict[str, list[float]]:
         """Return {tensor's name: its elements}."""
@@ -146,6 +147,7 @@ class Replicas(Watcher):
         if found and not recorder.full(State):
             each, values = flat(rows or numbers([*found.values()]))
             own = {"moment": moment, "what": what, "names": [*found], "place": place()}
+            own["kind"] = digest(*((name, *x.shape) for name, x in found.items()))
             recorder.write(State(each=each, values=values, **own | more))
 
 
