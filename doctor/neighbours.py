@@ -12,9 +12,12 @@ from .job import Job
 from .law import need
 from .loaders import Loaders
 from .moments import Moments
-from .record import recorder, torch
-from .sample import digest, hashes, positions
+from .record import builtins, recorder, torch, traced, wrap
+from .sample import _index, digest, hashes, positions
 from .watcher import Watcher
+
+
+INDEXES = "__getitem__", "index_select"
 
 
 class Input(Event, limit=5000):
@@ -25,7 +28,8 @@ class Input(Event, limit=5000):
     loaded: bool  # the last batch came from a DataLoader
     few: list[list[float]]  # a few numbers of each entry, or [] on a GPU
     whole: bool  # the numbers are integers, such as tokens
-    ids: array | None = None  # the samples' indices in another input
+    ids: array | None = None  # the samples' indices in another input or in a table
+    source: int = 0  # a hash of the table's length and a few of its numbers
     # position -> a hash of another input with as many entries, and whether these differ
     arguments: dict[int, tuple[int, bool]] = field(default_factory=dict)
     place: str = ""
@@ -43,8 +47,47 @@ class Inputs(Watcher):
 
     def __init__(self):
         self.networks = {}
+        # Which rows of tables the script has read, also for the last input
+        self.used, self.indices, self.last = False, [], None
+
+    def hooks(self) -> None:
+        for name in INDEXES:
+            builtins.append((torch.Tensor, name, getattr(torch.Tensor, name)))
+            wrap(torch.Tensor, name, self.index)
+
+    def index(self, call, table, *index, **options):
+        """Store the numbers of the rows that the script reads from a table."""
+        found = call(table, *index, **options)
+        if not recorder.watching or torch.utils.data.get_worker_info():
+            for name in INDEXES:
+                setattr(torch.Tensor, name, getattr(torch._C.TensorBase, name))
+        elif Moments.here.depth == 0 and index[:-1] in ((), (0,)):
+            self.learn(call, table, index[-1], found)
+        return found
+
+    def learn(self, call, table, which, found) -> None:
+        if isinstance(which, (slice, tuple, int, str)) or which is None:
+            return
+        if self.used:
+            self.used = self.indices.clear()
+        rows = torch.as_tensor(which)
+        whole = rows.dim() == 1 and rows.dtype in (torch.int32, torch.int64)
+        if not whole or not 1 < len(rows) < len(table) or table.requires_grad:
+            return
+        known = any(one is which for one, *_ in [(self.last,), *self.indices])
+        if known or traced():
+            return
+        # Without these numbers of rows, if they were read from a table themselves
+        self.indices = [x for x in self.indices if x[2] != rows.data_ptr()]
+        few = _index(table.numel(), 64, str(table.device))
+        few = call(table.detach(), torch.unravel_index(few, table.shape))
+        self.indices.append((which, rows, found.data_ptr(), len(table), few))
+
+    def on_backward(self, root) -> None:
+        self.indices.clear()
 
     def on_input(self, network, inputs) -> None:
+        self.used = True
         if recorder.full(Input) or not recorder.watching or not torch.is_grad_enabled():
             return
         if any(one.grad_fn for one in inputs):
@@ -53,26 +96,31 @@ class Inputs(Watcher):
             largest = max(inputs, key=torch.Tensor.numel)
             loaded = Loaders.here.current is not None
             read = largest.is_cpu or not loaded
+            ids, source = (None, 0) if loaded else self.ids_of(inputs, len(largest))
             one = Input(
                 network=self.networks.setdefault(id(network), len(self.networks)),
                 rows=array("q", hashes(largest)),
                 loaded=loaded,
                 few=few_of_each(largest) if read else [],
                 whole=not largest.is_floating_point(),
-                ids=None if loaded else ids_of(inputs, len(largest)),
+                ids=ids,
+                source=source,
                 arguments=arguments(inputs, largest),
                 place=Moments.here.where,
             )
             recorder.write(one)
 
-
-def ids_of(inputs: list, count: int) -> array | None:
-    """Return the input that contains the indices of some samples, or None."""
-    for one in inputs:
-        if one.dim() == 1 and not one.is_floating_point() and 1 < len(one) != count:
-            values = array("q", one.tolist())
-            return values if len({*values}) == len(values) else None
-    return None
+    def ids_of(self, inputs: list, count: int) -> tuple[array | None, int]:
+        """Return the indices of an input's samples, and a hash of what they index."""
+        for one in inputs:
+            if one.dim() == 1 and not one.is_floating_point() and 1 < len(one) != count:
+                values = array("q", one.tolist())
+                return values if len({*values}) == len(values) else None, 0
+        for which, rows, _, size, few in self.indices:
+            if len(rows) == count:
+                self.last = which
+                return array("q", rows.tolist()), digest(size, few.tolist())
+        return None, 0
 
 
 def arguments(inputs: list, largest) -> dict[int, tuple[int, bool]]:

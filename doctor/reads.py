@@ -261,7 +261,8 @@ def looped(job: Job) -> list[Reads]:
         raise NotJudged("no DataLoader feeds the steps of every rank")
     lists = [[x.ids for x in one] for one in inputs(job)]
     ids = all(all(one) and len(before_a_repeat(one)) > 3 for one in lists)
-    if not ids:
+    if not ids or len({x.source for one in inputs(job) for x in one}) > 1:
+        ids = False  # each rank may have a table of its own
         lists = [[x.rows for x in one] for one in inputs(job)]
     whole = Reads(lists, "", False, index=False)
     ranks = [before_a_repeat(one) for one in lists]
