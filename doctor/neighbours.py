@@ -16,7 +16,6 @@ from .record import builtins, recorder, torch, traced, wrap
 from .sample import _index, digest, hashes, positions
 from .watcher import Watcher
 
-
 INDEXES = "__getitem__", "index_select"
 
 
@@ -24,7 +23,8 @@ class Input(Event, limit=5000):
     """A network was called while gradients were enabled."""
 
     network: int
-    rows: array  # a hash for each entry of the input's largest tensor
+    # a hash for each entry of the largest tensor, or of all single integers
+    rows: array
     loaded: bool  # the last batch came from a DataLoader
     few: list[list[float]]  # a few numbers of each entry, or [] on a GPU
     whole: bool  # the numbers are integers, such as tokens
@@ -96,10 +96,14 @@ class Inputs(Watcher):
             largest = max(inputs, key=torch.Tensor.numel)
             loaded = Loaders.here.current is not None
             read = largest.is_cpu or not loaded
+            flat = largest.dim() == 1 and not largest.is_floating_point()
+            same = [x for x in inputs if flat and len(x) == len(largest)]
+            same = [x for x in same if not x.is_floating_point()]
+            rows = map(digest, *map(hashes, same)) if same[1:] else hashes(largest)
             ids, source = (None, 0) if loaded else self.ids_of(inputs, len(largest))
             one = Input(
                 network=self.networks.setdefault(id(network), len(self.networks)),
-                rows=array("q", hashes(largest)),
+                rows=array("q", rows),
                 loaded=loaded,
                 few=few_of_each(largest) if read else [],
                 whole=not largest.is_floating_point(),
@@ -208,7 +212,8 @@ def near_twins(job: Job) -> str:
             few = [(k, n, x) for k, one in steps for n, x in enumerate(one.few)]
             ranks.append(few[: 400 if whole else 800])
         if part > 7 and min(map(len, ranks)) >= 100:
-            found += [neighbours(ranks[0], other, gap) for other in ranks[1:]]
+            for other in ranks[1:]:
+                found += neighbours(ranks[0], other, gap)
     share, errors, there, near = max(found, key=itemgetter(1), default=(0, 0, 0, 0))
     if errors < 5 or share < 0.15 or near > 0.5 and there < 0.9:
         return ""  # neighbours in time, such as frames, may be on different ranks
@@ -217,28 +222,31 @@ def near_twins(job: Job) -> str:
     return f"{text}and then changed at random ({errors:.0f} standard errors)"
 
 
-def neighbours(one: list[tuple], other: list[tuple], gap) -> tuple:
+def neighbours(one: list[tuple], other: list[tuple], gap) -> list[tuple]:
     """Compare two ranks' inputs, each given as (batch, position, numbers).
 
     Returns:
-        The share of samples that both ranks read; how many standard errors it is above
-        0; how often two neighbours have the same position in the same step; and how
-        often their distance in steps is one of the three commonest (in a time series).
+        For all samples, and for those with one neighbour at less than half of the
+        other's distance: the share of samples that both ranks read; how many standard
+        errors it is above 0; how often two neighbours have the same position in the
+        same step; and how often their distance in steps is one of the three commonest
+        (in a time series).
     """
-    wins = losses = there = 0
-    apart = Counter()
+    found, rows, odds = [], [], len(other) / (len(one) - 1)
     for number, spot, row in one:
         own = min(gap(row, x) for m, n, x in one if (m, n) != (number, spot))
         least, m, n = min((gap(row, x), m, n) for m, n, x in other)
-        wins, losses = wins + (least < own), losses + (least > own)
-        there += least < own and (m, n) == (number, spot)
-        apart[m - number] += least < own
-    chance = len(other) / (len(one) + len(other) - 1)
-    count, wins = max(1, wins + losses), max(1, wins)
-    error = 1.3 * (0.25 / count) ** 0.5  # because neighbours come in pairs
-    excess = wins / count - chance
-    most = sum(count for _, count in apart.most_common(3))
-    return excess / (1 - chance), excess / error, there / wins, most / wins
+        rows.append((own, least, (m, n) == (number, spot), m - number))
+    for half in (1, 0.5):
+        wins = [x for x in rows if x[1] < half * x[0]]
+        losses = sum(own < half * least for own, least, *_ in rows)
+        count, most = max(1, len(wins) + losses), max(1, len(wins))
+        error = 1.3 * (0.25 / count) ** 0.5  # because neighbours come in pairs
+        errors = (len(wins) / count - odds / (1 + odds)) / error
+        apart = Counter(x[3] for x in wins).most_common(3)
+        near, there = sum(n for _, n in apart) / most, sum(x[2] for x in wins) / most
+        found.append(((len(wins) - losses * odds) / len(one), errors, there, near))
+    return found
 
 
 def recurring(epochs: list) -> int:

@@ -218,6 +218,7 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
         samples = None  # the script's own sampler may choose a part of them
     elif all(one.part is not None for one in first):
         samples = len({*chain(*(one.part for one in first))})
+    key = "ids" if own.stream and named(lists) else "rows"
     before = lists
     lists, done = resumed(lists, done)
     for count, (batches, whole) in enumerate(zip(lists, done, strict=True)):
@@ -227,7 +228,7 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
         ranks = [[x.indices for x in part] for part in batches]
         index = same and None not in chain(*ranks)
         if not index:
-            ranks = [[x.rows for x in part] for part in batches]
+            ranks = [[getattr(x, key) for x in part] for part in batches]
         if not all(ranks) or None in chain(*ranks):
             if count:
                 return
@@ -250,6 +251,27 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
             resumed=split,
             stream=own.stream,
         )
+
+
+def named(epochs: list) -> bool:
+    """Return whether integers name a stream's samples: if they recur, labels do, too.
+
+    If they count each rank's own samples, the other integers, such as labels, differ.
+    """
+    marks, reads = {}, [one for own in epochs for part in own for one in part]
+    for one in reads:
+        for name, mark in zip(one.ids or (), one.marks or (), strict=False):
+            marks.setdefault(name, []).append(mark)
+    again = [x for x in marks.values() if len(x) > 1]
+    alike, count = sum(len({*x}) == 1 for x in again), Counter(chain(*again))
+    labels = 1 < len(count) < len(marks) / 2
+    labels = labels and max(count.values()) < 0.8 * count.total()
+    return (
+        labels
+        and len(again) > 20
+        and alike > 0.9 * len(again)
+        and all(one.ids for one in reads)
+    )
 
 
 def looped(job: Job) -> list[Reads]:

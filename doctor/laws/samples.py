@@ -252,7 +252,7 @@ def mechanism(job: Job, one: Reads, later=False) -> tuple[str, str]:
     if one.shift:
         extra = f"; in most steps, sample {one.shift + 1} of a rank is another's first"
         mend = "Begin at rank * batch size, and move by world_size * batch size"
-        return extra, f"{mend} in each step."
+        return extra, f"{mend} in each step, or read order[rank::world_size]."
     if not one.feeds:
         line = other_orders(job, 2 * one.batch)
         extra = f"; {line} draws a different order on each rank" * bool(line)
