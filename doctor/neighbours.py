@@ -16,7 +16,7 @@ from .record import builtins, recorder, torch, traced, wrap
 from .sample import _index, digest, hashes, positions
 from .watcher import Watcher
 
-INDEXES = "__getitem__", "index_select"
+NEARER = 0.6  # see neighbours()
 
 
 class Input(Event, limit=5000):
@@ -47,47 +47,39 @@ class Inputs(Watcher):
 
     def __init__(self):
         self.networks = {}
-        # Which rows of tables the script has read, also for the last input
-        self.used, self.indices, self.last = False, [], None
+        self.indices, self.last = [], None  # which rows of tables the script has read
 
     def hooks(self) -> None:
-        for name in INDEXES:
-            builtins.append((torch.Tensor, name, getattr(torch.Tensor, name)))
-            wrap(torch.Tensor, name, self.index)
+        wrap(torch.Tensor, "__getitem__", self.index)
+        builtins.append((torch.Tensor, "__getitem__", torch._C.TensorBase.__getitem__))
 
-    def index(self, call, table, *index, **options):
+    def index(self, call, table, which):
         """Store the numbers of the rows that the script reads from a table."""
-        found = call(table, *index, **options)
+        found = call(table, which)
         if not recorder.watching or torch.utils.data.get_worker_info():
-            for name in INDEXES:
-                setattr(torch.Tensor, name, getattr(torch._C.TensorBase, name))
-        elif Moments.here.depth == 0 and index[:-1] in ((), (0,)):
-            self.learn(call, table, index[-1], found)
+            torch.Tensor.__getitem__ = torch._C.TensorBase.__getitem__
+        elif Moments.here.depth == 0 and hasattr(which, "__len__"):  # no number
+            self.learn(call, table, which)
         return found
 
-    def learn(self, call, table, which, found) -> None:
-        if isinstance(which, (slice, tuple, int, str)) or which is None:
+    def learn(self, call, table, which) -> None:
+        known = any(one is which for one, *_ in [(self.last,), *self.indices])
+        if known or type(table) is not torch.Tensor or isinstance(which, tuple):
             return
-        if self.used:
-            self.used = self.indices.clear()
         rows = torch.as_tensor(which)
         whole = rows.dim() == 1 and rows.dtype in (torch.int32, torch.int64)
-        if not whole or not 1 < len(rows) < len(table) or table.requires_grad:
-            return
-        known = any(one is which for one, *_ in [(self.last,), *self.indices])
-        if known or traced():
-            return
-        # Without these numbers of rows, if they were read from a table themselves
-        self.indices = [x for x in self.indices if x[2] != rows.data_ptr()]
-        few = _index(table.numel(), 64, str(table.device))
-        few = call(table.detach(), torch.unravel_index(few, table.shape))
-        self.indices.append((which, rows, found.data_ptr(), len(table), few))
+        most = 0 if table.requires_grad or traced() else len(table)
+        if whole and 1 < len(rows) < most:
+            few = _index(table.numel(), 64, str(table.device))
+            few = call(table.detach(), torch.unravel_index(few, table.shape))
+            self.indices.append((which, rows, most, few))
 
     def on_backward(self, root) -> None:
         self.indices.clear()
 
     def on_input(self, network, inputs) -> None:
-        self.used = True
+        indices, self.indices = self.indices, []
+        self.last = indices[0][0] if indices else self.last
         if recorder.full(Input) or not recorder.watching or not torch.is_grad_enabled():
             return
         if any(one.grad_fn for one in inputs):
@@ -96,35 +88,37 @@ class Inputs(Watcher):
             largest = max(inputs, key=torch.Tensor.numel)
             loaded = Loaders.here.current is not None
             read = largest.is_cpu or not loaded
-            flat = largest.dim() == 1 and not largest.is_floating_point()
-            same = [x for x in inputs if flat and len(x) == len(largest)]
-            same = [x for x in same if not x.is_floating_point()]
-            rows = map(digest, *map(hashes, same)) if same[1:] else hashes(largest)
-            ids, source = (None, 0) if loaded else self.ids_of(inputs, len(largest))
+            whole = not largest.is_floating_point()
+            same = [x for x in inputs if x.dtype == largest.dtype and whole]
+            same = [x for x in same if len(x) == largest.numel()]
+            ids, source = ids_of(inputs, len(largest), indices * (not loaded))
             one = Input(
                 network=self.networks.setdefault(id(network), len(self.networks)),
-                rows=array("q", rows),
+                rows=array(
+                    "q",
+                    map(digest, *map(hashes, same)) if same[1:] else hashes(largest),
+                ),
                 loaded=loaded,
                 few=few_of_each(largest) if read else [],
-                whole=not largest.is_floating_point(),
-                ids=ids,
+                whole=whole,
+                ids=None if loaded else ids,
                 source=source,
                 arguments=arguments(inputs, largest),
                 place=Moments.here.where,
             )
             recorder.write(one)
 
-    def ids_of(self, inputs: list, count: int) -> tuple[array | None, int]:
-        """Return the indices of an input's samples, and a hash of what they index."""
-        for one in inputs:
-            if one.dim() == 1 and not one.is_floating_point() and 1 < len(one) != count:
-                values = array("q", one.tolist())
-                return values if len({*values}) == len(values) else None, 0
-        for which, rows, _, size, few in self.indices:
-            if len(rows) == count:
-                self.last = which
-                return array("q", rows.tolist()), digest(size, few.tolist())
-        return None, 0
+
+def ids_of(inputs: list, count: int, indices: list) -> tuple[array | None, int]:
+    """Return the indices of an input's samples, and a hash of what they index."""
+    for one in inputs:
+        if one.dim() == 1 and not one.is_floating_point() and 1 < len(one) != count:
+            values = array("q", one.tolist())
+            return values if len({*values}) == len(values) else None, 0
+    for _, rows, size, few in indices:
+        if len(rows) == count:
+            return array("q", rows.tolist()), digest(size, few.tolist())
+    return None, 0
 
 
 def arguments(inputs: list, largest) -> dict[int, tuple[int, bool]]:
@@ -212,8 +206,7 @@ def near_twins(job: Job) -> str:
             few = [(k, n, x) for k, one in steps for n, x in enumerate(one.few)]
             ranks.append(few[: 400 if whole else 800])
         if part > 7 and min(map(len, ranks)) >= 100:
-            for other in ranks[1:]:
-                found += neighbours(ranks[0], other, gap)
+            found += [neighbours(ranks[0], other, gap) for other in ranks[1:]]
     share, errors, there, near = max(found, key=itemgetter(1), default=(0, 0, 0, 0))
     if errors < 5 or share < 0.15 or near > 0.5 and there < 0.9:
         return ""  # neighbours in time, such as frames, may be on different ranks
@@ -222,31 +215,30 @@ def near_twins(job: Job) -> str:
     return f"{text}and then changed at random ({errors:.0f} standard errors)"
 
 
-def neighbours(one: list[tuple], other: list[tuple], gap) -> list[tuple]:
+def neighbours(one: list[tuple], other: list[tuple], gap) -> tuple:
     """Compare two ranks' inputs, each given as (batch, position, numbers).
 
+    Samples count if one rank's nearest is much nearer than the other rank's.
+
     Returns:
-        For all samples, and for those with one neighbour at less than half of the
-        other's distance: the share of samples that both ranks read; how many standard
-        errors it is above 0; how often two neighbours have the same position in the
-        same step; and how often their distance in steps is one of the three commonest
-        (in a time series).
+        The share of samples that both ranks read; how many standard errors it is above
+        0; how often two neighbours have the same position in the same step; and how
+        often their distance in steps is one of the three commonest (in a time series).
     """
-    found, rows, odds = [], [], len(other) / (len(one) - 1)
+    wins = losses = there = 0
+    apart = Counter()
     for number, spot, row in one:
         own = min(gap(row, x) for m, n, x in one if (m, n) != (number, spot))
         least, m, n = min((gap(row, x), m, n) for m, n, x in other)
-        rows.append((own, least, (m, n) == (number, spot), m - number))
-    for half in (1, 0.5):
-        wins = [x for x in rows if x[1] < half * x[0]]
-        losses = sum(own < half * least for own, least, *_ in rows)
-        count, most = max(1, len(wins) + losses), max(1, len(wins))
-        error = 1.3 * (0.25 / count) ** 0.5  # because neighbours come in pairs
-        errors = (len(wins) / count - odds / (1 + odds)) / error
-        apart = Counter(x[3] for x in wins).most_common(3)
-        near, there = sum(n for _, n in apart) / most, sum(x[2] for x in wins) / most
-        found.append(((len(wins) - losses * odds) / len(one), errors, there, near))
-    return found
+        won = least < NEARER * own
+        wins, losses = wins + won, losses + (own < NEARER * least)
+        there += won and (m, n) == (number, spot)
+        apart[m - number] += won
+    odds, most = len(other) / (len(one) - 1), max(1, wins)
+    error = 1.3 * (0.25 / max(1, wins + losses)) ** 0.5  # neighbours come in pairs
+    excess = wins / max(1, wins + losses) - odds / (1 + odds)
+    near = sum(count for _, count in apart.most_common(3)) / most
+    return (wins - losses * odds) / len(one), excess / error, there / most, near
 
 
 def recurring(epochs: list) -> int:

@@ -254,24 +254,16 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
 
 
 def named(epochs: list) -> bool:
-    """Return whether integers name a stream's samples: if they recur, labels do, too.
-
-    If they count each rank's own samples, the other integers, such as labels, differ.
-    """
-    marks, reads = {}, [one for own in epochs for part in own for one in part]
+    """Return whether integers name a stream's samples, whose labels recur with them."""
+    labels, reads = {}, [*chain(*chain(*epochs))]
     for one in reads:
-        for name, mark in zip(one.ids or (), one.marks or (), strict=False):
-            marks.setdefault(name, []).append(mark)
-    again = [x for x in marks.values() if len(x) > 1]
+        for name, label in zip(one.ids or (), one.marks or (), strict=False):
+            labels.setdefault(name, []).append(label)
+    again = [x for x in labels.values() if len(x) > 1]
     alike, count = sum(len({*x}) == 1 for x in again), Counter(chain(*again))
-    labels = 1 < len(count) < len(marks) / 2
-    labels = labels and max(count.values()) < 0.8 * count.total()
-    return (
-        labels
-        and len(again) > 20
-        and alike > 0.9 * len(again)
-        and all(one.ids for one in reads)
-    )
+    if not all(one.ids for one in reads) or not 20 < len(again) < alike / 0.9:
+        return False
+    return len(count) < len(labels) / 2 and max(count.values()) < 0.8 * count.total()
 
 
 def looped(job: Job) -> list[Reads]:
@@ -283,8 +275,8 @@ def looped(job: Job) -> list[Reads]:
         raise NotJudged("no DataLoader feeds the steps of every rank")
     lists = [[x.ids for x in one] for one in inputs(job)]
     ids = all(all(one) and len(before_a_repeat(one)) > 3 for one in lists)
-    if not ids or len({x.source for one in inputs(job) for x in one}) > 1:
-        ids = False  # each rank may have a table of its own
+    ids = ids and len({x.source for one in inputs(job) for x in one}) == 1
+    if not ids:
         lists = [[x.rows for x in one] for one in inputs(job)]
     whole = Reads(lists, "", False, index=False)
     ranks = [before_a_repeat(one) for one in lists]
