@@ -72,7 +72,7 @@ class Inputs(Watcher):
         if whole and 1 < len(rows) < most:
             few = _index(table.numel(), 64, str(table.device))
             few = call(table.detach(), torch.unravel_index(few, table.shape))
-            self.indices.append((which, rows, most, few))
+            self.indices = [*self.indices[-3:], (which, rows, most, few)]
 
     def on_backward(self, root) -> None:
         self.indices.clear()
