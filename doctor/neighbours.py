@@ -12,20 +12,24 @@ from .job import Job
 from .law import need
 from .loaders import Loaders
 from .moments import Moments
-from .record import recorder, torch
-from .sample import digest, hashes, positions
+from .record import builtins, recorder, torch, traced, wrap
+from .sample import _index, digest, hashes, positions
 from .watcher import Watcher
+
+NEARER = 0.6  # see neighbours()
 
 
 class Input(Event, limit=5000):
     """A network was called while gradients were enabled."""
 
     network: int
-    rows: array  # a hash for each entry of the input's largest tensor
+    # a hash for each entry of the largest tensor, or of all single integers
+    rows: array
     loaded: bool  # the last batch came from a DataLoader
     few: list[list[float]]  # a few numbers of each entry, or [] on a GPU
     whole: bool  # the numbers are integers, such as tokens
-    ids: array | None = None  # the samples' indices in another input
+    ids: array | None = None  # the samples' indices in another input or in a table
+    source: int = 0  # a hash of the table's length and a few of its numbers
     # position -> a hash of another input with as many entries, and whether these differ
     arguments: dict[int, tuple[int, bool]] = field(default_factory=dict)
     place: str = ""
@@ -43,8 +47,39 @@ class Inputs(Watcher):
 
     def __init__(self):
         self.networks = {}
+        self.indices, self.last = [], None  # which rows of tables the script has read
+
+    def hooks(self) -> None:
+        wrap(torch.Tensor, "__getitem__", self.index)
+        builtins.append((torch.Tensor, "__getitem__", torch._C.TensorBase.__getitem__))
+
+    def index(self, call, table, which):
+        """Store the numbers of the rows that the script reads from a table."""
+        found = call(table, which)
+        if not recorder.watching or torch.utils.data.get_worker_info():
+            torch.Tensor.__getitem__ = torch._C.TensorBase.__getitem__
+        elif Moments.here.depth == 0 and hasattr(which, "__len__"):  # no number
+            self.learn(call, table, which)
+        return found
+
+    def learn(self, call, table, which) -> None:
+        known = any(one is which for one, *_ in [(self.last,), *self.indices])
+        if known or type(table) is not torch.Tensor or isinstance(which, tuple):
+            return
+        rows = torch.as_tensor(which)
+        whole = rows.dim() == 1 and rows.dtype in (torch.int32, torch.int64)
+        most = 0 if table.requires_grad or traced() else len(table)
+        if whole and 1 < len(rows) < most:
+            few = _index(table.numel(), 64, str(table.device))
+            few = call(table.detach(), torch.unravel_index(few, table.shape))
+            self.indices = [*self.indices[-3:], (which, rows, most, few)]
+
+    def on_backward(self, root) -> None:
+        self.indices.clear()
 
     def on_input(self, network, inputs) -> None:
+        indices, self.indices = self.indices, []
+        self.last = indices[0][0] if indices else self.last
         if recorder.full(Input) or not recorder.watching or not torch.is_grad_enabled():
             return
         if any(one.grad_fn for one in inputs):
@@ -53,26 +88,37 @@ class Inputs(Watcher):
             largest = max(inputs, key=torch.Tensor.numel)
             loaded = Loaders.here.current is not None
             read = largest.is_cpu or not loaded
+            whole = not largest.is_floating_point()
+            same = [x for x in inputs if x.dtype == largest.dtype and whole]
+            same = [x for x in same if len(x) == largest.numel()]
+            ids, source = ids_of(inputs, len(largest), indices * (not loaded))
             one = Input(
                 network=self.networks.setdefault(id(network), len(self.networks)),
-                rows=array("q", hashes(largest)),
+                rows=array(
+                    "q",
+                    map(digest, *map(hashes, same)) if same[1:] else hashes(largest),
+                ),
                 loaded=loaded,
                 few=few_of_each(largest) if read else [],
-                whole=not largest.is_floating_point(),
-                ids=None if loaded else ids_of(inputs, len(largest)),
+                whole=whole,
+                ids=None if loaded else ids,
+                source=source,
                 arguments=arguments(inputs, largest),
                 place=Moments.here.where,
             )
             recorder.write(one)
 
 
-def ids_of(inputs: list, count: int) -> array | None:
-    """Return the input that contains the indices of some samples, or None."""
+def ids_of(inputs: list, count: int, indices: list) -> tuple[array | None, int]:
+    """Return the indices of an input's samples, and a hash of what they index."""
     for one in inputs:
         if one.dim() == 1 and not one.is_floating_point() and 1 < len(one) != count:
             values = array("q", one.tolist())
-            return values if len({*values}) == len(values) else None
-    return None
+            return values if len({*values}) == len(values) else None, 0
+    for _, rows, size, few in indices:
+        if len(rows) == count:
+            return array("q", rows.tolist()), digest(size, few.tolist())
+    return None, 0
 
 
 def arguments(inputs: list, largest) -> dict[int, tuple[int, bool]]:
@@ -172,6 +218,8 @@ def near_twins(job: Job) -> str:
 def neighbours(one: list[tuple], other: list[tuple], gap) -> tuple:
     """Compare two ranks' inputs, each given as (batch, position, numbers).
 
+    Samples count if one rank's nearest is much nearer than the other rank's.
+
     Returns:
         The share of samples that both ranks read; how many standard errors it is above
         0; how often two neighbours have the same position in the same step; and how
@@ -182,15 +230,15 @@ def neighbours(one: list[tuple], other: list[tuple], gap) -> tuple:
     for number, spot, row in one:
         own = min(gap(row, x) for m, n, x in one if (m, n) != (number, spot))
         least, m, n = min((gap(row, x), m, n) for m, n, x in other)
-        wins, losses = wins + (least < own), losses + (least > own)
-        there += least < own and (m, n) == (number, spot)
-        apart[m - number] += least < own
-    chance = len(other) / (len(one) + len(other) - 1)
-    count, wins = max(1, wins + losses), max(1, wins)
-    error = 1.3 * (0.25 / count) ** 0.5  # because neighbours come in pairs
-    excess = wins / count - chance
-    most = sum(count for _, count in apart.most_common(3))
-    return excess / (1 - chance), excess / error, there / wins, most / wins
+        won = least < NEARER * own
+        wins, losses = wins + won, losses + (own < NEARER * least)
+        there += won and (m, n) == (number, spot)
+        apart[m - number] += won
+    odds, most = len(other) / (len(one) - 1), max(1, wins)
+    error = 1.3 * (0.25 / max(1, wins + losses)) ** 0.5  # neighbours come in pairs
+    excess = wins / max(1, wins + losses) - odds / (1 + odds)
+    near = sum(count for _, count in apart.most_common(3)) / most
+    return (wins - losses * odds) / len(one), excess / error, there / most, near
 
 
 def recurring(epochs: list) -> int:

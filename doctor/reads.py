@@ -218,6 +218,7 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
         samples = None  # the script's own sampler may choose a part of them
     elif all(one.part is not None for one in first):
         samples = len({*chain(*(one.part for one in first))})
+    key = "ids" if own.stream and named(lists) else "rows"
     before = lists
     lists, done = resumed(lists, done)
     for count, (batches, whole) in enumerate(zip(lists, done, strict=True)):
@@ -227,7 +228,7 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
         ranks = [[x.indices for x in part] for part in batches]
         index = same and None not in chain(*ranks)
         if not index:
-            ranks = [[x.rows for x in part] for part in batches]
+            ranks = [[getattr(x, key) for x in part] for part in batches]
         if not all(ranks) or None in chain(*ranks):
             if count:
                 return
@@ -252,6 +253,19 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
         )
 
 
+def named(epochs: list) -> bool:
+    """Return whether integers name a stream's samples, whose labels recur with them."""
+    labels, reads = {}, [*chain(*chain(*epochs))]
+    for one in reads:
+        for name, label in zip(one.ids or (), one.marks or (), strict=False):
+            labels.setdefault(name, []).append(label)
+    again = [x for x in labels.values() if len(x) > 1]
+    alike, count = sum(len({*x}) == 1 for x in again), Counter(chain(*again))
+    if not all(one.ids for one in reads) or not 20 < len(again) < alike / 0.9:
+        return False
+    return len(count) < len(labels) / 2 and max(count.values()) < 0.8 * count.total()
+
+
 def looped(job: Job) -> list[Reads]:
     """Return the samples that ranks read without a DataLoader, until a sample repeats.
 
@@ -261,6 +275,7 @@ def looped(job: Job) -> list[Reads]:
         raise NotJudged("no DataLoader feeds the steps of every rank")
     lists = [[x.ids for x in one] for one in inputs(job)]
     ids = all(all(one) and len(before_a_repeat(one)) > 3 for one in lists)
+    ids = ids and len({x.source for one in inputs(job) for x in one}) == 1
     if not ids:
         lists = [[x.rows for x in one] for one in inputs(job)]
     whole = Reads(lists, "", False, index=False)

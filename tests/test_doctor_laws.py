@@ -316,6 +316,37 @@ def test_the_samples_of_a_loop(ranks, noise, wanted, words):
     assert words in f"{found.findings} {state(found, 1).not_judged}"
 
 
+@pytest.mark.parametrize(
+    ("orders", "sources", "wanted"),
+    [
+        ((0, 0), (7, 7), {"same_order"}),
+        ((0, 1), (7, 7), set()),
+        ((0, 0), (7, 8), {"same_order"}),  # each rank has its own table
+        (([*range(480)],) * 2, (7, 7), set()),
+    ],
+)
+def test_the_numbers_of_rows_identify_a_loops_samples(orders, sources, wanted):
+    orders = [ORDERS[x] if isinstance(x, int) else x for x in orders]
+    ranks = [loop([x for one in orders for x in one[n::2]]) for n in (0, 1)]
+    for n, own in enumerate(ranks):
+        for one in own:
+            order, first = orders[one.step // 20][n::2], one.step % 20 * 12
+            one.ids, one.source = array("q", order[first : first + 12]), sources[n]
+    assert named(report(*ranks, steps=40)) == wanted
+
+
+@pytest.mark.parametrize("names", [True, False])
+def test_integers_that_name_a_streams_samples(names):
+    """If they count each rank's own samples, equal numbers have different labels."""
+    ranks = [fed([*range(64)], stream=True) for n in (0, 1)]
+    for rank, own in enumerate(ranks):
+        for one in each(Batch, [own]):
+            one.ids, labels = one.rows, [x % 5 + rank * (not names) for x in one.rows]
+            one.rows = array("q", [x + 999 * rank for x in one.rows])
+            one.marks = array("q", labels)
+    assert named(report(*ranks, steps=0)) == ({"same_samples"} if names else set())
+
+
 @pytest.mark.parametrize("moved", [0, 15])
 def test_tokens_that_mean_something_else_on_each_rank_are_named(moved):
     draws, ranks = random.Random(0), []

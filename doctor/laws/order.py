@@ -25,6 +25,7 @@ def same_order(job):
     """Two epochs read the samples in the same order.
 
     Call sampler.set_epoch(epoch) at the start of each epoch.
+    Not a mistake if: the order of the batches is fixed on purpose.
     """
     several(job)
     kept, first = outdated(job), feeds(job)
@@ -33,7 +34,7 @@ def same_order(job):
     if len(epochs) < 2:
         raise NotJudged("fewer than two epochs of training were seen: see --short")
     for number, (one, other) in enumerate(pairwise(epochs)):
-        if [*map(list, one)] != [*map(list, other)] or len(one) < 2:
+        if [*map(list, one)] != [*map(list, other)] or len(one) < 2 + loop:
             continue
         what = f"epochs {number} and {number + 1} have the same {len(one)} batches per "
         what += "rank in the same order"
@@ -45,7 +46,7 @@ def same_order(job):
             yield Breach(what + kept, where(job), mend=SHARE)
         elif (first and first[0].shuffles) or (known and flat != sorted(flat)):
             mend = "" if first and first[0].divides else mend
-            yield Breach(what, where(job), mend=mend)
+            yield Breach(what, where(job), level=RISK * loop, mend=mend)
         return
     for number, (one, other) in enumerate(pairwise(marks(job) if kept else ())):
         if one == other and tells(one):
@@ -57,7 +58,9 @@ def same_order(job):
 
 def laps(job: Job) -> list[list[list[int]]]:
     """For a loop without a DataLoader, return rank 0's batches in two epochs, or []."""
-    own = [one.rows for one in inputs(job)[0]]
+    first = inputs(job)[0]
+    known = all(one.ids for one in first) and len({one.source for one in first}) == 1
+    own = [one.ids if known else one.rows for one in first]
     count = len(before_a_repeat(own))
     return [own[:count], own[count : 2 * count]] if len(own) >= 2 * count else []
 

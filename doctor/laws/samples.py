@@ -193,7 +193,8 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
             raise NotJudged("some inputs, such as noise, are equal on several ranks")
         if loop and what and one.stays():
             raise NotJudged("the inputs are the same in each step, as with a graph")
-        if loop and what and one.together()[0] >= 0.9 and other_targets(job):
+        alike = loop and not one.ids and one.together()[0] >= 0.9
+        if what and alike and other_targets(job):
             raise NotJudged("equal inputs have different targets on each rank")
         if what and one.together()[0] < 0.9:
             if one.random():
@@ -251,7 +252,7 @@ def mechanism(job: Job, one: Reads, later=False) -> tuple[str, str]:
     if one.shift:
         extra = f"; in most steps, sample {one.shift + 1} of a rank is another's first"
         mend = "Begin at rank * batch size, and move by world_size * batch size"
-        return extra, f"{mend} in each step."
+        return extra, f"{mend} in each step, or read order[rank::world_size]."
     if not one.feeds:
         line = other_orders(job, 2 * one.batch)
         extra = f"; {line} draws a different order on each rank" * bool(line)
