@@ -786,3 +786,17 @@ def test_the_pages_that_explain_a_mistake_exist():
         assert file and Path(file[1]).exists(), one.name
     told = " ".join(explanation(CHECKS["wrong_number"]).split())  # it may be a RISK
     assert "(usually WRONG; law 7" in told and "A RISK is not a mistake if: " in told
+
+
+def test_gradients_of_another_networks_pass_are_found():
+    def update(n, optimizer, *numbers):
+        passes = [one_pass() | {"number": x} for x in numbers]
+        return event(Update, n, optimizer=optimizer, passes=passes, names=["d.weight"])
+
+    wrong, right, shared = [], [], []
+    for n in range(0, 20, 2):  # a discriminator's step, then a generator's
+        wrong += update(n, 0, *range(max(1, n), n + 2)), update(n + 1, 1, n + 2)
+        right += update(n, 0, n + 1), update(n + 1, 1, n + 2)
+        shared += update(n, 0, n + 1, n + 2), update(n + 1, 1, n + 1, n + 2)
+    found = [named(judged(own, own)) for own in (wrong, right, shared)]
+    assert ["another_steps_pass" in one for one in found] == [True, False, False]

@@ -280,3 +280,30 @@ def spans(one: Update) -> bool:
     """Return whether a step's passes use batches from several epochs of a loader."""
     epochs = {(x["loader"], x["epoch"]) for x in one.passes if x["loader"] is not None}
     return len(epochs) > len({loader for loader, _ in epochs})
+
+
+@check(LAW, RISK, causes=[not_cleared], read="lesson 7")
+def another_steps_pass(job):
+    """A step also uses the gradients of a pass that another optimizer's step has used.
+
+    Call this optimizer's zero_grad() right before the backward pass for its own step.
+    In a GAN, for instance, the generator's pass adds gradients to the discriminator.
+    Not a mistake if: this pass is meant to train both networks.
+    """
+    steps = [one for one in job.processes[0].of(Update) if one.passes]
+    users, found = {}, {}
+    for one in steps:
+        numbers = [entry.get("number") for entry in one.passes]
+        before = {users.get(number, one.optimizer) for number in numbers[:-1]}
+        if before - {one.optimizer}:
+            found.setdefault(one.optimizer, []).append((one, numbers[-1]))
+        users = {number: one.optimizer for number in numbers if number} | users
+    for own, rows in found.items():
+        count = sum(one.optimizer == own for one in steps)
+        if len(rows) > max(3, count / 2) and all(users[x] == own for _, x in rows):
+            one = rows[0][0]
+            what = (
+                f"{len(rows)} of {count} steps of an optimizer also use a pass whose "
+            )
+            what += f"gradients another optimizer's step has used: {listed(one.names)}"
+            yield Breach(what, one.passes[0]["place"])
