@@ -63,9 +63,7 @@ def state_of(generator) -> int | None:
         return digest(generator.get_state().tolist())
     if isinstance(generator, random.Random):
         return digest(generator.getstate())
-    numpys = getattr(
-        generator, "_bit_generator", None
-    )  # a Generator's or RandomState's
+    numpys = getattr(generator, "_bit_generator", None)  # NumPy's two kinds have it
     return None if numpys is None else digest(numpys.state)
 
 

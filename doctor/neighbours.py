@@ -13,7 +13,7 @@ from .law import need
 from .loaders import Loaders
 from .moments import Moments
 from .record import builtins, recorder, torch, traced, wrap
-from .sample import _index, digest, hashes, positions
+from .sample import _index, digest, hashes, positions, rows_of
 from .watcher import Watcher
 
 NEARER = 0.6  # see neighbours()
@@ -64,15 +64,15 @@ class Inputs(Watcher):
 
     def learn(self, call, table, which) -> None:
         known = any(one is which for one, *_ in [(self.last,), *self.indices])
-        if known or type(table) is not torch.Tensor or isinstance(which, tuple):
+        plain = type(table) is torch.Tensor and not table.requires_grad
+        if known or not plain or isinstance(which, tuple) or traced():
             return
-        rows = torch.as_tensor(which)
+        rows = which if torch.is_tensor(which) else torch.as_tensor(which)
         whole = rows.dim() == 1 and rows.dtype in (torch.int32, torch.int64)
-        most = 0 if table.requires_grad or traced() else len(table)
-        if whole and 1 < len(rows) < most:
+        if whole and 1 < len(rows) < len(table):
             few = _index(table.numel(), 64, str(table.device))
             few = call(table.detach(), torch.unravel_index(few, table.shape))
-            self.indices = [*self.indices[-3:], (which, rows, most, few)]
+            self.indices = [*self.indices[-3:], (which, rows, table.shape, few)]
 
     def on_backward(self, root) -> None:
         self.indices.clear()
@@ -89,15 +89,10 @@ class Inputs(Watcher):
             loaded = Loaders.here.current is not None
             read = largest.is_cpu or not loaded
             whole = not largest.is_floating_point()
-            same = [x for x in inputs if x.dtype == largest.dtype and whole]
-            same = [x for x in same if len(x) == largest.numel()]
-            ids, source = ids_of(inputs, len(largest), indices * (not loaded))
+            ids, source = ids_of(inputs, largest, indices * (not loaded))
             one = Input(
                 network=self.networks.setdefault(id(network), len(self.networks)),
-                rows=array(
-                    "q",
-                    map(digest, *map(hashes, same)) if same[1:] else hashes(largest),
-                ),
+                rows=rows_of(inputs),
                 loaded=loaded,
                 few=few_of_each(largest) if read else [],
                 whole=whole,
@@ -109,15 +104,16 @@ class Inputs(Watcher):
             recorder.write(one)
 
 
-def ids_of(inputs: list, count: int, indices: list) -> tuple[array | None, int]:
+def ids_of(inputs: list, largest, indices: list) -> tuple[array | None, int]:
     """Return the indices of an input's samples, and a hash of what they index."""
+    count, size = len(largest), largest[0].numel()
     for one in inputs:
         if one.dim() == 1 and not one.is_floating_point() and 1 < len(one) != count:
             values = array("q", one.tolist())
             return values if len({*values}) == len(values) else None, 0
-    for _, rows, size, few in indices:
-        if len(rows) == count:
-            return array("q", rows.tolist()), digest(size, few.tolist())
+    for _, rows, shape, few in indices:
+        if len(rows) == count and shape[1:].numel() == size:
+            return array("q", rows.tolist()), digest(shape[0], few.tolist())
     return None, 0
 
 

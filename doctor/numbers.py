@@ -238,9 +238,6 @@ class Group:
         for rows, bottom, only in parts if self.means else ():
             name = f"the sum of the batches' means{only}, divided by the samples"
             yield from ((name, SIZES, sum(means(rows)), x) for x in (samples, bottom))
-            name = f"the sum over the samples{only}, divided by the number of batches"
-            if self.what != "root":
-                yield name, DIVISOR, pair(sums(rows))[0], len(rows)
         both = fmean(map(fmean, each.values()))
         yield "the mean of the batches' means", MEANS, both, 1
         ratios = [top / (bottom or 1) for top, bottom in own.values()]

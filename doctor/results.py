@@ -11,7 +11,7 @@ from .loaders import Loaders, leaves
 from .moments import Moments, runs_normally, trains
 from .numbers import numbers, others
 from .record import place, recorder, torch, wrap
-from .sample import hashes
+from .sample import rows_of
 from .watcher import Watcher
 
 LOSSES = """cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss
@@ -19,7 +19,7 @@ LOSSES = """cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss
 LARGE = 2**20  # maximum size of an output or a loss
 OTHER = re.compile(  # results that doctor does not recompute
     r"\b(\w*iou|dice|f1|(?:\w+_)?(?:auc|auroc|ap)|\w?map|bleu|rouge|recall|rewards?|returns?|scores?|"
-    r"mae|mse|rmse|r2|psnr|ssim|fid|auprc|bpd|bpc|mrr|(?:ndcg|hits?|recall|r|p|map)@\d+)"
+    r"mae|rmse|r2|psnr|ssim|fid|auprc|bpd|bpc|mrr|(?:ndcg|hits?|recall|r|p|map)@\d+)"
     r"(?![a-z])[^\d\n]{1,9}\d+\.\d",
     re.I,
 )
@@ -146,7 +146,7 @@ class Results(Watcher):
         loads = current is not None and not current.ended
         if not inputs or loads or torch.is_grad_enabled() or recorder.full(Measured):
             return
-        rows = array("q", hashes(max(inputs, key=torch.Tensor.numel)))
+        rows = rows_of(inputs)
         self.batch, empty = None, torch.empty(0)
         self.measure("seen", ("network", id(network)), empty, empty, guesses=rows)
 

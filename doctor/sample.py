@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+from array import array
 from collections.abc import Sequence
 
 from .record import torch
@@ -78,3 +79,16 @@ def digest(*values) -> int:
     """Return a hash of values that, unlike hash(), is the same in every process."""
     data = repr(values).encode()
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")
+
+
+def rows_of(inputs: list) -> array:
+    """Return a hash of each entry of the largest input.
+
+    If it is one of several lists of integers, such as users and items, hash their
+    entries together.
+    """
+    largest = max(inputs, key=torch.Tensor.numel)
+    whole = not largest.is_floating_point()
+    same = [x for x in inputs if whole and x.dtype == largest.dtype]
+    same = [x for x in same if len(x) == largest.numel()]
+    return array("q", map(digest, *map(hashes, same)) if same[1:] else hashes(largest))

@@ -11,11 +11,7 @@ NOT_CHECKED = "Emulated on the CPU: times, memory and GPU numerics are not check
 
 
 def play(count: str | int = "") -> None:
-    """Emulate CUDA in this process, which has just imported PyTorch.
-
-    Args:
-        count: number of GPUs; by default, $LOCAL_WORLD_SIZE, or 2 if that is not set.
-    """
+    """Emulate `count` GPUs; by default, $LOCAL_WORLD_SIZE, or 2 if that is not set."""
     from . import cuda, gpus, groups, mode
 
     gpus.count = int(count or os.environ.get("LOCAL_WORLD_SIZE") or 2)

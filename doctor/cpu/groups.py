@@ -59,14 +59,16 @@ def sync_batch_norm(
     batch, weight, bias, running_mean, running_var, eps, momentum, group, world_size
 ) -> Tensor:
     """Compute a batch norm over the batches of all ranks, which may differ in size."""
-    from torch.distributed.nn.functional import all_reduce  # it has a gradient
+    from torch.distributed.nn.functional import _AllReduce  # has a gradient, no warning
+
+    all_reduce = functools.partial(_AllReduce.apply, dist.ReduceOp.SUM, group)
 
     x = batch if batch.dtype == torch.float64 else batch.float()
     axes, shape = [0, *range(2, x.dim())], [1, -1, *[1] * (x.dim() - 2)]
-    number = all_reduce(x.new_tensor(x.numel() / x.shape[1]), group=group)
-    mean = all_reduce(x.sum(axes), group=group) / number
+    number = all_reduce(x.new_tensor(x.numel() / x.shape[1]))
+    mean = all_reduce(x.sum(axes)) / number
     centered = x - mean.view(shape)
-    var = all_reduce(centered.square().sum(axes), group=group) / number
+    var = all_reduce(centered.square().sum(axes)) / number
     if running_mean is not None:
         running_mean.lerp_(mean.detach().to(running_mean.dtype), momentum)
         unbiased = (var * number / (number - 1)).detach()

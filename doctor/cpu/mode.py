@@ -121,7 +121,8 @@ class PlayedGpus(TorchFunctionMode):
     """Intercepts all calls of PyTorch's functions."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        return ways.get(func, general)(func, args, kwargs or {})
+        way = ways.get(getattr(func, "__wrapped__", func), general)
+        return way(func, args, kwargs or {})
 
 
 played = PlayedGpus()

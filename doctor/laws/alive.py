@@ -261,7 +261,8 @@ def dead_weights(job):
         what, text = f"{len(still)} {count}", "get gradients, but do not change"
         half = [x for x in alive if x.half and x.steps > 9]
         moved = [change for x in half for change in x.changes]
-        if few := len(moved) > 19 and sum(moved) < len(moved) / 4:
+        few = len(moved) > 19 and sum(moved) < len(moved) / 4
+        if few:
             what = f"{moved.count(False)} of {len(moved)} sampled elements of 16-bit "
             what, still = f"{what}weights", half
         if few or (still and all(x.half and x.alive > 9 for x in still)):

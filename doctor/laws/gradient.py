@@ -294,13 +294,14 @@ def another_steps_pass(job):
     users, found = {}, {}
     for one in steps:
         numbers = [entry.get("number") for entry in one.passes]
-        before = {users.get(number, one.optimizer) for number in numbers[:-1]}
+        before = set().union(*(users.get(number, set()) for number in numbers[:-1]))
         if before - {one.optimizer}:
             found.setdefault(one.optimizer, []).append((one, numbers[-1]))
-        users = {number: one.optimizer for number in numbers if number} | users
+        for number in filter(None, numbers):
+            users.setdefault(number, set()).add(one.optimizer)
     for own, rows in found.items():
         count = sum(one.optimizer == own for one in steps)
-        if len(rows) > max(3, count / 2) and all(users[x] == own for _, x in rows):
+        if len(rows) > max(3, count / 2) and all(users[x] == {own} for _, x in rows):
             one = rows[0][0]
             what = (
                 f"{len(rows)} of {count} steps of an optimizer also use a pass whose "

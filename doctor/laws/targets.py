@@ -39,10 +39,11 @@ class Candidates(Watcher):
 
     def loss(self, call, /, *args, **kwargs):
         """Record the targets if they are consecutive indices of candidates."""
-        result, (scores, target) = call(*args, **kwargs), args[:2]
+        result = call(*args, **kwargs)
         joined = torch.distributed.is_initialized() and recorder.watching
         if not (joined and result.requires_grad and result.dim() == 0):
             return result
+        scores, target = (*args, kwargs.get("target"))[:2]
         size, count = torch.distributed.get_world_size(), target.numel()
         fits = target.dim() == 1 and scores.shape == (count, size * count)
         if fits and size > 1 and count > 1 and not target.is_floating_point():
