@@ -12,8 +12,8 @@ from .job import Job
 from .law import need
 from .loaders import Loaders
 from .moments import Moments
-from .record import builtins, recorder, torch, traced, wrap
-from .sample import _index, digest, hashes, positions, rows_of
+from .record import recorder, torch
+from .sample import digest, hashes, positions, rows_of
 from .watcher import Watcher
 
 NEARER = 0.6  # see neighbours()
@@ -28,8 +28,7 @@ class Input(Event, limit=5000):
     loaded: bool  # the last batch came from a DataLoader
     few: list[list[float]]  # a few numbers of each entry, or [] on a GPU
     whole: bool  # the numbers are integers, such as tokens
-    ids: array | None = None  # the samples' indices in another input or in a table
-    source: int = 0  # a hash of the table's length and a few of its numbers
+    ids: array | None = None  # the samples' indices in another input
     # position -> a hash of another input with as many entries, and whether these differ
     arguments: dict[int, tuple[int, bool]] = field(default_factory=dict)
     place: str = ""
@@ -47,39 +46,8 @@ class Inputs(Watcher):
 
     def __init__(self):
         self.networks = {}
-        self.indices, self.last = [], None  # which rows of tables the script has read
-
-    def hooks(self) -> None:
-        wrap(torch.Tensor, "__getitem__", self.index)
-        builtins.append((torch.Tensor, "__getitem__", torch._C.TensorBase.__getitem__))
-
-    def index(self, call, table, which):
-        """Store the numbers of the rows that the script reads from a table."""
-        found = call(table, which)
-        if not recorder.watching or torch.utils.data.get_worker_info():
-            torch.Tensor.__getitem__ = torch._C.TensorBase.__getitem__
-        elif Moments.here.depth == 0 and hasattr(which, "__len__"):  # no number
-            self.learn(call, table, which)
-        return found
-
-    def learn(self, call, table, which) -> None:
-        known = any(one is which for one, *_ in [(self.last,), *self.indices])
-        plain = type(table) is torch.Tensor and not table.requires_grad
-        if known or not plain or isinstance(which, tuple) or traced():
-            return
-        rows = which if torch.is_tensor(which) else torch.as_tensor(which)
-        whole = rows.dim() == 1 and rows.dtype in (torch.int32, torch.int64)
-        if whole and 1 < len(rows) < len(table):
-            few = _index(table.numel(), 64, str(table.device))
-            few = call(table.detach(), torch.unravel_index(few, table.shape))
-            self.indices = [*self.indices[-3:], (which, rows, table.shape, few)]
-
-    def on_backward(self, root) -> None:
-        self.indices.clear()
 
     def on_input(self, network, inputs) -> None:
-        indices, self.indices = self.indices, []
-        self.last = indices[0][0] if indices else self.last
         if recorder.full(Input) or not recorder.watching or not torch.is_grad_enabled():
             return
         if any(one.grad_fn for one in inputs):
@@ -89,32 +57,26 @@ class Inputs(Watcher):
             loaded = Loaders.here.current is not None
             read = largest.is_cpu or not loaded
             whole = not largest.is_floating_point()
-            ids, source = ids_of(inputs, largest, indices * (not loaded))
             one = Input(
                 network=self.networks.setdefault(id(network), len(self.networks)),
                 rows=rows_of(inputs),
                 loaded=loaded,
                 few=few_of_each(largest) if read else [],
                 whole=whole,
-                ids=None if loaded else ids,
-                source=source,
+                ids=None if loaded else ids_of(inputs, len(largest)),
                 arguments=arguments(inputs, largest),
                 place=Moments.here.where,
             )
             recorder.write(one)
 
 
-def ids_of(inputs: list, largest, indices: list) -> tuple[array | None, int]:
-    """Return the indices of an input's samples, and a hash of what they index."""
-    count, size = len(largest), largest[0].numel()
+def ids_of(inputs: list, count: int) -> array | None:
+    """Return the samples' indices, if an input of another length may contain them."""
     for one in inputs:
         if one.dim() == 1 and not one.is_floating_point() and 1 < len(one) != count:
             values = array("q", one.tolist())
-            return values if len({*values}) == len(values) else None, 0
-    for _, rows, shape, few in indices:
-        if len(rows) == count and shape[1:].numel() == size:
-            return array("q", rows.tolist()), digest(shape[0], few.tolist())
-    return None, 0
+            return values if len({*values}) == len(values) else None
+    return None
 
 
 def arguments(inputs: list, largest) -> dict[int, tuple[int, bool]]:

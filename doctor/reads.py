@@ -275,7 +275,6 @@ def looped(job: Job) -> list[Reads]:
         raise NotJudged("no DataLoader feeds the steps of every rank")
     lists = [[x.ids for x in one] for one in inputs(job)]
     ids = all(all(one) and len(before_a_repeat(one)) > 3 for one in lists)
-    ids = ids and len({x.source for one in inputs(job) for x in one}) == 1
     if not ids:
         lists = [[x.rows for x in one] for one in inputs(job)]
     whole = Reads(lists, "", False, index=False)

@@ -32,7 +32,7 @@ from doctor.laws.states import Layout, Replicas, State
 from doctor.laws.time import Spans
 from doctor.loaders import EpochEnd
 from doctor.moments import Moments, Step
-from doctor.neighbours import Input, Inputs
+from doctor.neighbours import Input
 from doctor.objects import Objects, is_users
 from doctor.page import explanation, page
 from doctor.record import recorder
@@ -411,17 +411,6 @@ def test_a_loader_that_feeds_steps_is_not_for_validation(count):
     own[1].steps = count
     wanted = {} if count else {"validation_with_gradients": "SLOW"}
     assert named(judged(own, [])) == wanted
-
-
-def test_the_numbers_of_a_tables_rows_are_recorded(monkeypatch):
-    written, own, table = [], Inputs(), torch.arange(40.0)[:, None]
-    monkeypatch.setattr(type(recorder), "write", lambda _, one: written.append(one))
-    for rows in ([3, 1], torch.tensor([5, 0]), slice(2), torch.tensor([True] * 40)):
-        x = own.index(torch.Tensor.__getitem__, table, rows)
-        own.on_input(None, [x + torch.rand_like(x)])
-        own.index(torch.Tensor.__getitem__, table, rows)  # targets
-    assert [one.ids and [*one.ids] for one in written] == [[3, 1], [5, 0], None, None]
-    assert len({one.source for one in written[:2]}) == 1
 
 
 def test_what_a_checkpoint_holds():

@@ -4,6 +4,7 @@ from collections import Counter
 from itertools import pairwise
 from statistics import median
 
+from ..draws import Drawn
 from ..job import Job
 from ..law import RISK, WRONG, Breach, NotJudged, check, several
 from ..loaders import Epoch, EpochEnd
@@ -39,8 +40,8 @@ def same_order(job):
         what = f"epochs {number} and {number + 1} have the same {len(one)} batches per "
         what += "rank in the same order"
         flat = [x for batch in one for x in batch]
-        known = loop or not job.processes[0].loader().stream
-        known = known and max(flat) < 2**40  # indices, not hashes
+        known = same_permutation(job) if loop else max(flat) < 2**40  # no hashes
+        known = known and (loop or not job.processes[0].loader().stream)
         mend = "Shuffle the training samples, in a different order in each epoch."
         if kept:
             yield Breach(what + kept, where(job), mend=SHARE)
@@ -58,11 +59,15 @@ def same_order(job):
 
 def laps(job: Job) -> list[list[list[int]]]:
     """For a loop without a DataLoader, return rank 0's batches in two epochs, or []."""
-    first = inputs(job)[0]
-    known = all(one.ids for one in first) and len({one.source for one in first}) == 1
-    own = [one.ids if known else one.rows for one in first]
+    own = [one.rows for one in inputs(job)[0]]
     count = len(before_a_repeat(own))
     return [own[:count], own[count : 2 * count]] if len(own) >= 2 * count else []
+
+
+def same_permutation(job: Job) -> bool:
+    """Return whether rank 0 draws the same order of samples in different steps."""
+    own = [one for one in job.processes[0].of(Drawn) if one.permutes]
+    return len({x.step for x in own}) > 1 and len({x.value for x in own}) == 1
 
 
 def marks(job: Job) -> list[list[int]]:
