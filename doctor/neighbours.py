@@ -56,13 +56,12 @@ class Inputs(Watcher):
             largest = max(inputs, key=torch.Tensor.numel)
             loaded = Loaders.here.current is not None
             read = largest.is_cpu or not loaded
-            whole = not largest.is_floating_point()
             one = Input(
                 network=self.networks.setdefault(id(network), len(self.networks)),
                 rows=rows_of(inputs),
                 loaded=loaded,
                 few=few_of_each(largest) if read else [],
-                whole=whole,
+                whole=not largest.is_floating_point(),
                 ids=None if loaded else ids_of(inputs, len(largest)),
                 arguments=arguments(inputs, largest),
                 place=Moments.here.where,

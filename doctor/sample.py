@@ -33,7 +33,7 @@ def picked(tensor, most: int):
         tensor = tensor._values().sum(0)
     flat = tensor.detach().reshape(-1)
     if flat.numel() > most:
-        flat = flat.take(_index(flat.numel(), most, str(flat.device)))
+        flat = flat[_index(flat.numel(), most, str(flat.device))]
     return flat.double()
 
 

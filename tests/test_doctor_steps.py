@@ -280,6 +280,11 @@ def test_equal_findings_are_named_once(monkeypatch):
     assert [one.what for one in judged([]).findings] == ["a", "b"]
 
 
+def test_another_order_of_names_is_found():
+    ranks = [[event(Layout, buffers=names)] for names in (["a", "b"], ["b", "a"])]
+    assert named(judged(*ranks)) == {"names_differ": "WRONG"}
+
+
 def test_the_advice_on_no_sync_and_on_a_prepared_scheduler():
     """One script sets DDP's flag only after forward(); accelerate steps a scheduler per process."""
     passes = [one_pass(forwards=[True]), one_pass(forwards=[False])]
