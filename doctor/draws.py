@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations, pairwise
+from itertools import chain, combinations, pairwise
 from traceback import walk_stack
 
 from .event import Event
@@ -15,10 +15,11 @@ from .generators import state_of
 from .job import Job
 from .moments import runs_normally
 from .neighbours import Input
-from .record import not_the_users, place, recorder, torch, wrap
-from .sample import digest, numbers
+from .record import LIBRARY, not_the_users, place, recorder, torch, wrap
+from .sample import digest, numbers, positions
 from .watcher import Watcher
 
+LARGE = 200_000  # of more indices in batches, doctor does not test the order
 MANY = 8  # fewer equal numbers than this may be a joint decision of the ranks
 FUNCTIONS = """rand randn randint randperm rand_like randn_like normal bernoulli
     multinomial""".split()
@@ -39,6 +40,14 @@ class Drawn(Event, limit=2000):
     whole: bool  # the numbers are integers
     permutes: bool = False  # the numbers are a permutation of 0 to size - 1
     own: bool = False  # the script passed its own generator
+
+
+class Order(Event, limit=400):
+    """A line of the script has shuffled samples, indices or batches of indices."""
+
+    place: str
+    size: int  # the number of shuffled things; of all indices, if these are batches
+    value: int  # a hash of a few of them, in their new order
 
 
 class Own(Event):
@@ -68,6 +77,12 @@ class Draws(Watcher):
             wrap(torch, name, partial(self.make, name))
         if numpy := sys.modules.get("numpy"):
             wrap(numpy.random, "default_rng", self.generator)
+            for name in ("permutation", "shuffle"):
+                wrap(numpy.random, name, self.order)
+        for owner, name in ((random, "shuffle"), (random, "sample")):
+            wrap(owner, name, self.order)
+            wrap(random.Random, name, self.order)
+        wrap(torch, "randperm", self.order)
 
     def on_collective(self, name, args, kwargs, where) -> None:
         files = [one.f_code.co_filename for one, _ in walk_stack(sys._getframe(1))]
@@ -86,6 +101,16 @@ class Draws(Watcher):
             return result
         if result.is_floating_point() or permutes(result):
             self.keep(name, result)
+        return result
+
+    def order(self, call, *args, **kwargs):
+        result, caller = call(*args, **kwargs), sys._getframe(2).f_code.co_filename
+        known = not caller.startswith((*not_the_users(), LIBRARY)) and runs_normally()
+        if known and recorder.watching and not recorder.full(Order):
+            size, few = shuffled(args[-1] if result is None else result)
+            if size >= MANY:
+                order = Order(place=place(), size=size, value=digest(few))
+                recorder.write(order)
         return result
 
     def generator(self, call, *args, **kwargs):
@@ -131,6 +156,24 @@ def permutes(tensor) -> bool:
     if tensor.dim() != 1 or tensor.is_floating_point() or not 1 < len(tensor) < 4096:
         return False
     return sorted(tensor.tolist()) == [*range(len(tensor))]
+
+
+def shuffled(things) -> tuple[int, list]:
+    """Return the number of shuffled things, and a few of them.
+
+    Batches of indices count as these indices, together 0 to N - 1.
+    """
+    if hasattr(things, "tolist"):
+        tensor = torch.as_tensor(things)
+        return len(tensor), numbers([tensor], 16)
+    if all(isinstance(one, (list, tuple)) for one in things):
+        inner = [*chain(*things)]
+        if all(isinstance(x, int) for x in inner):
+            whole = len(inner) < LARGE and sorted(inner) == [*range(len(inner))]
+            things = inner if whole else things
+    few = [things[n] for n in positions(len(things), 16)]
+    plain = all(isinstance(one, (int, float, str, tuple)) for one in few)
+    return len(things) if plain else 0, few
 
 
 def own_states() -> list[int]:
@@ -197,11 +240,49 @@ def same_draws(job: Job) -> tuple[dict[str, Same], int]:
     return found, differ
 
 
+def parts_of_orders(job: Job) -> str:
+    """Return a message if ranks read parts of different permutations, else "".
+
+    Between two draws, each rank then reads about N / world_size of N shuffled things,
+    so it has not shuffled only its own samples.
+    """
+    ranks, found = len(job.processes), {}
+    for process in job.processes:
+        own = {}
+        for one in process.of(Order):
+            own.setdefault(one.place, []).append(one)
+        for place, orders in own.items():
+            reads = [*map(partial(between, process), orders, orders[1:])]
+            found.setdefault(place, []).append((orders, reads))
+    for place, lists in found.items():
+        size = lists[0][0][0].size
+        rows = [*zip(*(orders for orders, _ in lists), strict=False)]
+        other = [len({x.value for x in row}) > 1 for row in rows]
+        alike = {(x.size, x.step - row[0].step) for row in rows for x in row}
+        counts = [x for _, reads in lists for x in reads]
+        fits = all(
+            count > 3 * batch and -batch < count - size / ranks <= ranks
+            for count, batch in counts
+        )
+        if len(lists) == ranks > 1 and alike == {(size, 0)} and counts and fits:
+            if all(other):
+                text = f"{place} draws a different order of {size:,} on each rank, "
+                return f"{text}and a rank reads about {counts[0][0]:,} of them"
+    return ""
+
+
+def between(process, one: Order, other: Order) -> tuple[int, int]:
+    """Return how many samples networks get between two draws, and a batch's size."""
+    own = [x for x in process.of(Input) if one.step <= x.step < other.step]
+    sizes = [len(x.rows) for x in own]
+    return sum(sizes), max(sizes, default=0)
+
+
 def other_orders(job: Job, least: int) -> str:
-    """Return a line that draws different permutations on the ranks, or "" for none."""
-    for row in job.rows(Drawn):
+    """Return a line that draws different orders on the ranks, or "" for none."""
+    for row in job.rows(Order):
         same = len({one.place for one in row}) == 1 and row[0].size > least
-        if same and row[0].permutes and len({one.value for one in row}) > 1:
+        if same and len({one.value for one in row}) > 1:
             return row[0].place
     return ""
 

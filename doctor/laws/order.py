@@ -4,7 +4,7 @@ from collections import Counter
 from itertools import pairwise
 from statistics import median
 
-from ..draws import Drawn
+from ..draws import Order
 from ..job import Job
 from ..law import RISK, WRONG, Breach, NotJudged, check, several
 from ..loaders import Epoch, EpochEnd
@@ -66,7 +66,7 @@ def laps(job: Job) -> list[list[list[int]]]:
 
 def same_permutation(job: Job) -> bool:
     """Return whether rank 0 draws the same order of samples in different steps."""
-    own = [one for one in job.processes[0].of(Drawn) if one.permutes]
+    own = job.processes[0].of(Order)
     return len({x.step for x in own}) > 1 and len({x.value for x in own}) == 1
 
 
