@@ -4,6 +4,7 @@ import gc
 import inspect
 import sys
 import weakref
+from array import array
 from collections.abc import Iterator
 from itertools import chain, count, islice
 from traceback import walk_stack
@@ -84,12 +85,9 @@ def few_of(tensor):
     return torch.cat([few, rest[None]])
 
 
-def variables(frame: FrameType | None) -> tuple[dict[str, str], dict[str, int]]:
-    """Return strings and counts in the variables of a frame and its callers.
-
-    A count is a whole number above 1, or the length of a list or tensor.
-    """
-    texts, counts, outside = {}, {}, (*not_the_users(), LIBRARY)
+def scopes(frame: FrameType | None) -> Iterator[dict]:
+    """Yield the variables of the script's function at a frame, and of its callers."""
+    outside = (*not_the_users(), LIBRARY)
     frames = [one for one, _ in walk_stack(frame)]
     frames = [x for x in frames if not x.f_code.co_filename.startswith(outside)]
     for one in frames[:FRAMES]:
@@ -97,15 +95,47 @@ def variables(frame: FrameType | None) -> tuple[dict[str, str], dict[str, int]]:
         old = sys.version_info < (3, 13)  # f_locals is what locals() has returned
         named = old and {"locals", "vars", "dir"} & {*code.co_names}
         values = {} if named else one.f_locals
-        few = {k: x for k, x in values.items() if type(x) is str and k[:2] != "__"}
-        texts = {k: x for k, x in few.items() if len(x) <= LONGEST} | texts
-        own = {k: count_of(x) for k, x in [*values.items()][:LONGEST]}
-        counts = {k: x for k, x in own.items() if x} | counts
+        yield values
         # Before Python 3.13, the frame would keep references to all values
         own = type(values) is dict and code.co_flags & inspect.CO_OPTIMIZED
         if own and sys.getrefcount(values) < 4:
             values.clear()
+
+
+def variables(frame: FrameType | None) -> tuple[dict[str, str], dict[str, int]]:
+    """Return strings and counts in the variables of a frame and its callers.
+
+    A count is a whole number above 1, or the length of a list or tensor.
+    """
+    texts, counts = {}, {}
+    for values in scopes(frame):
+        few = {k: x for k, x in values.items() if type(x) is str and k[:2] != "__"}
+        texts = {k: x for k, x in few.items() if len(x) <= LONGEST} | texts
+        own = {k: count_of(x) for k, x in [*values.items()][:LONGEST]}
+        counts = {k: x for k, x in own.items() if x} | counts
+        del values
     return texts, counts
+
+
+def indices(frame: FrameType | None, count: int) -> array | None:
+    """Return the variable that seems to hold the indices of a batch's samples.
+
+    These are `count` integers, nearly all different. Positions in the batch are not.
+    """
+    best, most = None, 0.7 * count
+    for values in scopes(frame):
+        for one in [*values.values()]:
+            if type(one) is torch.Tensor and not one.is_floating_point():
+                own = one.tolist() if one.is_cpu and one.shape == (count,) else ()
+            elif type(one).__name__ == "ndarray" and one.dtype.kind == "i":
+                own = one.tolist() if one.shape == (count,) else ()
+            else:
+                own = one if type(one) in (list, tuple) and len(one) == count else ()
+            if own and all(type(x) is int for x in own) and max(own) >= count:
+                if len({*own}) > most:
+                    best, most = array("q", own), len({*own})
+        del values
+    return best
 
 
 def count_of(value) -> int:

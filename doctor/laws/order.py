@@ -9,7 +9,7 @@ from ..job import Job
 from ..law import RISK, WRONG, Breach, NotJudged, check, several
 from ..loaders import Epoch, EpochEnd
 from ..moments import Step
-from ..neighbours import before_a_repeat, inputs
+from ..neighbours import before_a_repeat, contents, tells
 from ..reads import Feed, feeds, loaded
 from .randomness import Draw
 from .resume import Restored
@@ -59,7 +59,7 @@ def same_order(job):
 
 def laps(job: Job) -> list[list[list[int]]]:
     """For a loop without a DataLoader, return rank 0's batches in two epochs, or []."""
-    own = [one.rows for one in inputs(job)[0]]
+    own = contents(job)[0]
     count = len(before_a_repeat(own))
     return [own[:count], own[count : 2 * count]] if len(own) >= 2 * count else []
 
@@ -76,13 +76,6 @@ def marks(job: Job) -> list[list[int]]:
     epochs = [own.batches(epoch) for epoch in own.epochs if own.whole(epoch)]
     epochs = [epoch for epoch in epochs if all(one.marks for one in epoch)]
     return [[x for one in epoch for x in one.marks] for epoch in epochs]
-
-
-def tells(values: list[int]) -> bool:
-    """Return whether numbers are too irregular to recur in the same order by chance."""
-    changes = [(one, other) for one, other in pairwise(values) if one != other]
-    counts = len({*values}), len(changes), len({*pairwise(values)})
-    return len(values) >= 64 and min(counts[1:]) > 1.3 * counts[0]
 
 
 def outdated(job: Job) -> str:
