@@ -25,6 +25,8 @@ FUNCTIONS = """rand randn randint randperm rand_like randn_like normal bernoulli
     multinomial""".split()
 METHODS = """uniform_ normal_ bernoulli_ exponential_ random_ bernoulli
     multinomial""".split()
+# The results also depend on arguments, which may differ between ranks
+PARAMETERS = "normal bernoulli multinomial".split()
 MADE = "from_numpy tensor as_tensor".split()  # may contain NumPy's random numbers
 SCANS = 3, 4  # after these steps, doctor reads the script's generators
 
@@ -35,7 +37,7 @@ class Drawn(Event, limit=2000):
     name: str
     place: str
     number: int  # the draw's index in this step and line
-    value: int  # a hash of a few of the numbers
+    value: int  # a hash of a few of the numbers, or of the generator's state
     size: int  # the first dimension's size
     whole: bool  # the numbers are integers
     permutes: bool = False  # the numbers are a permutation of 0 to size - 1
@@ -82,7 +84,6 @@ class Draws(Watcher):
         for owner, name in ((random, "shuffle"), (random, "sample")):
             wrap(owner, name, self.order)
             wrap(random.Random, name, self.order)
-        wrap(torch, "randperm", self.order)
 
     def on_collective(self, name, args, kwargs, where) -> None:
         files = [one.f_code.co_filename for one, _ in walk_stack(sys._getframe(1))]
@@ -104,14 +105,18 @@ class Draws(Watcher):
         return result
 
     def order(self, call, *args, **kwargs):
-        result, caller = call(*args, **kwargs), sys._getframe(2).f_code.co_filename
+        result = call(*args, **kwargs)
+        self.note(args[-1] if result is None else result)
+        return result
+
+    def note(self, things) -> None:
+        """Record an order that a line of the script has drawn."""
+        caller = sys._getframe(3).f_code.co_filename
         known = not caller.startswith((*not_the_users(), LIBRARY)) and runs_normally()
         if known and recorder.watching and not recorder.full(Order):
-            size, few = shuffled(args[-1] if result is None else result)
+            size, few = shuffled(things)
             if size >= MANY:
-                order = Order(place=place(), size=size, value=digest(few))
-                recorder.write(order)
-        return result
+                recorder.write(Order(place=place(), size=size, value=digest(few)))
 
     def generator(self, call, *args, **kwargs):
         result = call(*args, **kwargs)
@@ -121,15 +126,20 @@ class Draws(Watcher):
 
     def draw(self, name: str, call, /, *args, **kwargs):
         nested, self.inside = self.inside, True
+        own, state = kwargs.get("generator"), None
+        if name in PARAMETERS and recorder.watching and not nested:
+            state = (own or torch.random.default_generator).get_state()
         try:
             result = call(*args, **kwargs)
         finally:
             self.inside = nested
-        self.keep(name, result, kwargs.get("generator") is not None)
+        if name == "randperm" and not nested:
+            self.note(result)
+        self.keep(name, result, own is not None, state if result.is_cpu else None)
         return result
 
-    def keep(self, name: str, result, own: bool = False) -> None:
-        """Record a hash of a few of a tensor's numbers."""
+    def keep(self, name: str, result, own: bool = False, state=None) -> None:
+        """Record a hash of the generator's state, or of a few of a tensor's numbers."""
         watching = recorder.watching and recorder.step and not recorder.full(Drawn)
         if self.inside or not watching or result.numel() < MANY or not runs_normally():
             return
@@ -141,7 +151,9 @@ class Draws(Watcher):
             name=name,
             place=where,
             number=self.counts[where],
-            value=digest(numbers([result], 16)),
+            value=digest(
+                numbers([result] if state is None else [state[:24], state], 24)
+            ),
             size=len(result) if result.dim() else 1,
             whole=not result.is_floating_point(),
             permutes=permutes(result),
@@ -251,10 +263,10 @@ def parts_of_orders(job: Job) -> str:
         own = {}
         for one in process.of(Order):
             own.setdefault(one.place, []).append(one)
-        for place, orders in own.items():
+        for line, orders in own.items():
             reads = [*map(partial(between, process), orders, orders[1:])]
-            found.setdefault(place, []).append((orders, reads))
-    for place, lists in found.items():
+            found.setdefault(line, []).append((orders, reads))
+    for line, lists in found.items():
         size = lists[0][0][0].size
         rows = [*zip(*(orders for orders, _ in lists), strict=False)]
         other = [len({x.value for x in row}) > 1 for row in rows]
@@ -266,7 +278,7 @@ def parts_of_orders(job: Job) -> str:
         )
         if len(lists) == ranks > 1 and alike == {(size, 0)} and counts and fits:
             if all(other):
-                text = f"{place} draws a different order of {size:,} on each rank, "
+                text = f"{line} draws a different order of {size:,} on each rank, "
                 return f"{text}and a rank reads about {counts[0][0]:,} of them"
     return ""
 

@@ -1,7 +1,7 @@
 """Law 1: every sample is read once per epoch. Compares the epochs' orders."""
 
 from collections import Counter
-from itertools import pairwise
+from itertools import combinations, pairwise
 from statistics import median
 
 from ..draws import Order
@@ -34,10 +34,10 @@ def same_order(job):
     epochs = laps(job) if loop else [one.ranks[0] for one in loaded(job)]
     if len(epochs) < 2:
         raise NotJudged("fewer than two epochs of training were seen: see --short")
-    for number, (one, other) in enumerate(pairwise(epochs)):
+    for (number, one), (later, other) in combinations(enumerate(epochs), 2):
         if [*map(list, one)] != [*map(list, other)] or len(one) < 2 + loop:
             continue
-        what = f"epochs {number} and {number + 1} have the same {len(one)} batches per "
+        what = f"epochs {number} and {later} have the same {len(one)} batches per "
         what += "rank in the same order"
         flat = [x for batch in one for x in batch]
         known = same_permutation(job) if loop else max(flat) < 2**40  # no hashes
@@ -66,8 +66,10 @@ def laps(job: Job) -> list[list[list[int]]]:
 
 def same_permutation(job: Job) -> bool:
     """Return whether rank 0 draws the same order of samples in different steps."""
-    own = job.processes[0].of(Order)
-    return len({x.step for x in own}) > 1 and len({x.value for x in own}) == 1
+    found = {}
+    for one in job.processes[0].of(Order):
+        found.setdefault(one.place, {})[one.step] = one.value
+    return any(len(own) > 1 and len({*own.values()}) == 1 for own in found.values())
 
 
 def marks(job: Job) -> list[list[int]]:
