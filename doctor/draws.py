@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations, pairwise
+from itertools import chain, combinations, pairwise
 from traceback import walk_stack
 
 from .event import Event
@@ -15,15 +15,18 @@ from .generators import state_of
 from .job import Job
 from .moments import runs_normally
 from .neighbours import Input
-from .record import not_the_users, place, recorder, torch, wrap
-from .sample import digest, numbers
+from .record import LIBRARY, not_the_users, place, recorder, torch, wrap
+from .sample import digest, numbers, positions
 from .watcher import Watcher
 
+LARGE = 200_000  # of more indices in batches, doctor does not test the order
 MANY = 8  # fewer equal numbers than this may be a joint decision of the ranks
 FUNCTIONS = """rand randn randint randperm rand_like randn_like normal bernoulli
     multinomial""".split()
 METHODS = """uniform_ normal_ bernoulli_ exponential_ random_ bernoulli
     multinomial""".split()
+# The results also depend on arguments, which may differ between ranks
+PARAMETERS = "normal bernoulli multinomial".split()
 MADE = "from_numpy tensor as_tensor".split()  # may contain NumPy's random numbers
 SCANS = 3, 4  # after these steps, doctor reads the script's generators
 
@@ -34,11 +37,19 @@ class Drawn(Event, limit=2000):
     name: str
     place: str
     number: int  # the draw's index in this step and line
-    value: int  # a hash of a few of the numbers
+    value: int  # a hash of a few of the numbers, or of the generator's state
     size: int  # the first dimension's size
     whole: bool  # the numbers are integers
     permutes: bool = False  # the numbers are a permutation of 0 to size - 1
     own: bool = False  # the script passed its own generator
+
+
+class Order(Event, limit=400):
+    """A line of the script has shuffled samples, indices or batches of indices."""
+
+    place: str
+    size: int  # the number of shuffled things; of all indices, if these are batches
+    value: int  # a hash of a few of them, in their new order
 
 
 class Own(Event):
@@ -68,6 +79,11 @@ class Draws(Watcher):
             wrap(torch, name, partial(self.make, name))
         if numpy := sys.modules.get("numpy"):
             wrap(numpy.random, "default_rng", self.generator)
+            for name in ("permutation", "shuffle"):
+                wrap(numpy.random, name, self.order)
+        for owner, name in ((random, "shuffle"), (random, "sample")):
+            wrap(owner, name, self.order)
+            wrap(random.Random, name, self.order)
 
     def on_collective(self, name, args, kwargs, where) -> None:
         files = [one.f_code.co_filename for one, _ in walk_stack(sys._getframe(1))]
@@ -88,6 +104,20 @@ class Draws(Watcher):
             self.keep(name, result)
         return result
 
+    def order(self, call, *args, **kwargs):
+        result = call(*args, **kwargs)
+        self.note(args[-1] if result is None else result)
+        return result
+
+    def note(self, things) -> None:
+        """Record an order that a line of the script has drawn."""
+        caller = sys._getframe(3).f_code.co_filename
+        known = not caller.startswith((*not_the_users(), LIBRARY)) and runs_normally()
+        if known and recorder.watching and not recorder.full(Order):
+            size, few = shuffled(things)
+            if size >= MANY:
+                recorder.write(Order(place=place(), size=size, value=digest(few)))
+
     def generator(self, call, *args, **kwargs):
         result = call(*args, **kwargs)
         if recorder.watching and not recorder.full(Made):
@@ -96,15 +126,20 @@ class Draws(Watcher):
 
     def draw(self, name: str, call, /, *args, **kwargs):
         nested, self.inside = self.inside, True
+        own, state = kwargs.get("generator"), None
+        if name in PARAMETERS and recorder.watching and not nested:
+            state = (own or torch.random.default_generator).get_state()
         try:
             result = call(*args, **kwargs)
         finally:
             self.inside = nested
-        self.keep(name, result, kwargs.get("generator") is not None)
+        if name == "randperm" and not nested:
+            self.note(result)
+        self.keep(name, result, own is not None, state if result.is_cpu else None)
         return result
 
-    def keep(self, name: str, result, own: bool = False) -> None:
-        """Record a hash of a few of a tensor's numbers."""
+    def keep(self, name: str, result, own: bool = False, state=None) -> None:
+        """Record a hash of the generator's state, or of a few of a tensor's numbers."""
         watching = recorder.watching and recorder.step and not recorder.full(Drawn)
         if self.inside or not watching or result.numel() < MANY or not runs_normally():
             return
@@ -116,7 +151,9 @@ class Draws(Watcher):
             name=name,
             place=where,
             number=self.counts[where],
-            value=digest(numbers([result], 16)),
+            value=digest(
+                numbers([result] if state is None else [state[:24], state], 24)
+            ),
             size=len(result) if result.dim() else 1,
             whole=not result.is_floating_point(),
             permutes=permutes(result),
@@ -131,6 +168,24 @@ def permutes(tensor) -> bool:
     if tensor.dim() != 1 or tensor.is_floating_point() or not 1 < len(tensor) < 4096:
         return False
     return sorted(tensor.tolist()) == [*range(len(tensor))]
+
+
+def shuffled(things) -> tuple[int, list]:
+    """Return the number of shuffled things, and a few of them.
+
+    Batches of indices count as these indices, together 0 to N - 1.
+    """
+    if hasattr(things, "tolist"):
+        tensor = torch.as_tensor(things)
+        return len(tensor), numbers([tensor], 16)
+    if all(isinstance(one, (list, tuple)) for one in things):
+        inner = [*chain(*things)]
+        if all(isinstance(x, int) for x in inner):
+            whole = len(inner) < LARGE and sorted(inner) == [*range(len(inner))]
+            things = inner if whole else things
+    few = [things[n] for n in positions(len(things), 16)]
+    plain = all(isinstance(one, (int, float, str, tuple)) for one in few)
+    return len(things) if plain else 0, few
 
 
 def own_states() -> list[int]:
@@ -197,11 +252,49 @@ def same_draws(job: Job) -> tuple[dict[str, Same], int]:
     return found, differ
 
 
+def parts_of_orders(job: Job) -> str:
+    """Return a message if ranks read parts of different permutations, else "".
+
+    Between two draws, each rank then reads about N / world_size of N shuffled things,
+    so it has not shuffled only its own samples.
+    """
+    ranks, found = len(job.processes), {}
+    for process in job.processes:
+        own = {}
+        for one in process.of(Order):
+            own.setdefault(one.place, []).append(one)
+        for line, orders in own.items():
+            reads = [*map(partial(between, process), orders, orders[1:])]
+            found.setdefault(line, []).append((orders, reads))
+    for line, lists in found.items():
+        size = lists[0][0][0].size
+        rows = [*zip(*(orders for orders, _ in lists), strict=False)]
+        other = [len({x.value for x in row}) > 1 for row in rows]
+        alike = {(x.size, x.step - row[0].step) for row in rows for x in row}
+        counts = [x for _, reads in lists for x in reads]
+        fits = all(
+            count > 3 * batch and -batch < count - size / ranks <= ranks
+            for count, batch in counts
+        )
+        if len(lists) == ranks > 1 and alike == {(size, 0)} and counts and fits:
+            if all(other):
+                text = f"{line} draws a different order of {size:,} on each rank, "
+                return f"{text}and a rank reads about {counts[0][0]:,} of them"
+    return ""
+
+
+def between(process, one: Order, other: Order) -> tuple[int, int]:
+    """Return how many samples networks get between two draws, and a batch's size."""
+    own = [x for x in process.of(Input) if one.step <= x.step < other.step]
+    sizes = [len(x.rows) for x in own]
+    return sum(sizes), max(sizes, default=0)
+
+
 def other_orders(job: Job, least: int) -> str:
-    """Return a line that draws different permutations on the ranks, or "" for none."""
-    for row in job.rows(Drawn):
+    """Return a line that draws different orders on the ranks, or "" for none."""
+    for row in job.rows(Order):
         same = len({one.place for one in row}) == 1 and row[0].size > least
-        if same and row[0].permutes and len({one.value for one in row}) > 1:
+        if same and len({one.value for one in row}) > 1:
             return row[0].place
     return ""
 

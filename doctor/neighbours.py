@@ -1,9 +1,10 @@
 """Record networks' inputs, and infer the samples of loops without a DataLoader."""
 
+import sys
 from array import array
 from collections import Counter
 from dataclasses import field
-from itertools import accumulate, combinations
+from itertools import accumulate, chain, combinations, pairwise
 from math import dist
 from operator import itemgetter, ne
 
@@ -12,6 +13,7 @@ from .job import Job
 from .law import need
 from .loaders import Loaders
 from .moments import Moments
+from .objects import indices
 from .record import recorder, torch
 from .sample import digest, hashes, positions, rows_of
 from .watcher import Watcher
@@ -29,6 +31,7 @@ class Input(Event, limit=5000):
     few: list[list[float]]  # a few numbers of each entry, or [] on a GPU
     whole: bool  # the numbers are integers, such as tokens
     ids: array | None = None  # the samples' indices in another input
+    indices: array | None = None  # perhaps the samples' indices, in a variable
     # position -> a hash of another input with as many entries, and whether these differ
     arguments: dict[int, tuple[int, bool]] = field(default_factory=dict)
     place: str = ""
@@ -63,6 +66,7 @@ class Inputs(Watcher):
                 few=few_of_each(largest) if read else [],
                 whole=not largest.is_floating_point(),
                 ids=None if loaded else ids_of(inputs, len(largest)),
+                indices=None if loaded else indices(sys._getframe(), len(largest)),
                 arguments=arguments(inputs, largest),
                 place=Moments.here.where,
             )
@@ -113,6 +117,46 @@ def inputs(job: Job) -> list[list[Input]]:
         if all(ranks) and not same_rows(ranks):
             break
     return ranks
+
+
+def contents(job: Job) -> list[list[array]]:
+    """Return what identifies the samples in each rank's steps.
+
+    If a variable holds indices, and an index has the same contents (or, if these
+    change at random, the same target) in all steps and ranks, return these indices.
+    """
+    lists = inputs(job)
+    rows = [[one.rows for one in own] for own in lists]
+    names = [[one.indices for one in own] for own in lists]
+    if not all(map(all, names)):
+        return rows
+    labels = []
+    for process, own in zip(job.processes, lists, strict=True):
+        known = {one.step: one.values for one in reversed(process.of(Targets))}
+        labels.append([known.get(one.step, ()) for one in own])
+    for marks in (rows, labels):
+        alone = [agree(*one) for one in zip(names, marks, strict=True)]
+        if all(alone):  # or else, augmentation changes the contents
+            return names if agree(sum(names, []), sum(marks, [])) else rows
+    return rows
+
+
+def agree(names: list[array], marks: list) -> bool:
+    """Return whether equal names have equal marks, too irregular for chance."""
+    found, again = {}, Counter()
+    for name, mark in chain(*map(zip, names, marks)):
+        again[found.setdefault(name, mark) == mark] += 1
+    values = [found[name] for name in sorted(found)]
+    again[True] -= len(found)
+    irregular = len({*values}) > len(values) / 2 or tells(values)
+    return again[True] >= 30 and again[False] < 0.01 * again[True] and irregular
+
+
+def tells(values: list[float]) -> bool:
+    """Return whether numbers are too irregular to recur in the same order by chance."""
+    changes = [(one, other) for one, other in pairwise(values) if one != other]
+    counts = len({*values}), len(changes), len({*pairwise(values)})
+    return len(values) >= 64 and min(counts[1:]) > 1.3 * counts[0]
 
 
 def before_a_repeat(batches: list) -> list:

@@ -4,6 +4,7 @@ import gc
 import inspect
 import sys
 import weakref
+from array import array
 from collections.abc import Iterator
 from itertools import chain, count, islice
 from traceback import walk_stack
@@ -14,14 +15,16 @@ from .sample import picked
 
 MOST, LARGE = 64, 65_536  # limits: tensors to read; size of a tensor to sum
 BLOCKS = 4_000_000  # blocks of Python's memory: with more, a search takes too long
+COPY = "copy "  # begins the names of the weights of networks without an optimizer
 FRAMES, LONGEST = 3, 60  # limits: functions to search; characters in a string
 
 
 class Objects:
-    """The objects of the script's own classes, and the script's global variables."""
+    """Networks, the script's variables, and the objects of its own classes."""
 
     def __init__(self):
         self.found = None  # weak references to the objects, and names
+        self.networks = []  # weak references to all outermost networks
 
     def search(self) -> None:
         """Search all Python objects for the script's own; this can take a second."""
@@ -29,15 +32,30 @@ class Objects:
         kinds = {kind for kind in {*map(type, every)} if is_users(kind)}
         own = [one for one in every if type(one) in kinds]
         self.found = [(type(one).__name__, weakref.ref(one)) for one in own]
+        own = [one for one in every if issubclass(type(one), torch.nn.Module)]
+        inner = {id(x) for one in own for x in one.children()}
+        self.networks = [weakref.ref(one) for one in own if id(one) not in inner]
 
     def tensors(self, weights: dict) -> dict:
-        """Return {name: a few numbers} for tensors whose ids are not in `weights`."""
+        """Return {name: a few numbers} for tensors whose ids are not in `weights`.
+
+        Of networks, these are the weights of those that no optimizer trains.
+        """
         if self.found is None:
             self.search()
         owners = [("", vars(sys.modules["__main__"]))]
         for kind, reference in self.found:
             if own := getattr(reference(), "__dict__", None):
                 owners.append((f"{kind}.", own))
+        for network in filter(None, (one() for one in self.networks)):
+            own = dict(network.named_parameters())
+            if not any(id(one) in weights for one in own.values()):
+                own = {name: one.detach() for name, one in own.items()}
+                owners.append((f"{COPY}{type(network).__name__}.", own))
+        for name, values in scopes(sys._getframe()):
+            if name != "<module>":
+                owners.append((f"{name}().", {k: x for k, x in values.items()}))
+            del values
         found = {}
         for prefix, own in owners:
             for name, one in [*own.items()]:
@@ -84,12 +102,9 @@ def few_of(tensor):
     return torch.cat([few, rest[None]])
 
 
-def variables(frame: FrameType | None) -> tuple[dict[str, str], dict[str, int]]:
-    """Return strings and counts in the variables of a frame and its callers.
-
-    A count is a whole number above 1, or the length of a list or tensor.
-    """
-    texts, counts, outside = {}, {}, (*not_the_users(), LIBRARY)
+def scopes(frame: FrameType | None) -> Iterator[tuple[str, dict]]:
+    """Yield the name and variables of the script's function, and of its callers."""
+    outside = (*not_the_users(), LIBRARY)
     frames = [one for one, _ in walk_stack(frame)]
     frames = [x for x in frames if not x.f_code.co_filename.startswith(outside)]
     for one in frames[:FRAMES]:
@@ -97,15 +112,47 @@ def variables(frame: FrameType | None) -> tuple[dict[str, str], dict[str, int]]:
         old = sys.version_info < (3, 13)  # f_locals is what locals() has returned
         named = old and {"locals", "vars", "dir"} & {*code.co_names}
         values = {} if named else one.f_locals
-        few = {k: x for k, x in values.items() if type(x) is str and k[:2] != "__"}
-        texts = {k: x for k, x in few.items() if len(x) <= LONGEST} | texts
-        own = {k: count_of(x) for k, x in [*values.items()][:LONGEST]}
-        counts = {k: x for k, x in own.items() if x} | counts
+        yield code.co_name, values
         # Before Python 3.13, the frame would keep references to all values
         own = type(values) is dict and code.co_flags & inspect.CO_OPTIMIZED
         if own and sys.getrefcount(values) < 4:
             values.clear()
+
+
+def variables(frame: FrameType | None) -> tuple[dict[str, str], dict[str, int]]:
+    """Return strings and counts in the variables of a frame and its callers.
+
+    A count is a whole number above 1, or the length of a list or tensor.
+    """
+    texts, counts = {}, {}
+    for _, values in scopes(frame):
+        few = {k: x for k, x in values.items() if type(x) is str and k[:2] != "__"}
+        texts = {k: x for k, x in few.items() if len(x) <= LONGEST} | texts
+        own = {k: count_of(x) for k, x in [*values.items()][:LONGEST]}
+        counts = {k: x for k, x in own.items() if x} | counts
+        del values
     return texts, counts
+
+
+def indices(frame: FrameType | None, count: int) -> array | None:
+    """Return the variable that seems to hold the indices of a batch's samples.
+
+    These are `count` integers, nearly all different. Positions in the batch are not.
+    """
+    best, most = None, 0.7 * count
+    for _, values in scopes(frame):
+        for one in [*values.values()]:
+            if type(one) is torch.Tensor and not one.is_floating_point():
+                own = one.tolist() if one.is_cpu and one.shape == (count,) else ()
+            elif type(one).__name__ == "ndarray" and one.dtype.kind == "i":
+                own = one.tolist() if one.shape == (count,) else ()
+            else:
+                own = one if type(one) in (list, tuple) and len(one) == count else ()
+            if own and all(type(x) is int for x in own) and max(own) >= count:
+                if len({*own}) > most:
+                    best, most = array("q", own), len({*own})
+        del values
+    return best
 
 
 def count_of(value) -> int:

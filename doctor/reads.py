@@ -16,6 +16,7 @@ from .loaders import Batch, Epoch
 from .neighbours import (
     Input,
     before_a_repeat,
+    contents,
     first_lap,
     inputs,
     recurring,
@@ -276,7 +277,8 @@ def looped(job: Job) -> list[Reads]:
     lists = [[x.ids for x in one] for one in inputs(job)]
     ids = all(all(one) and len(before_a_repeat(one)) > 3 for one in lists)
     if not ids:
-        lists = [[x.rows for x in one] for one in inputs(job)]
+        lists = contents(job)
+        ids = lists[0][0] is inputs(job)[0][0].indices
     whole = Reads(lists, "", False, index=False)
     ranks = [before_a_repeat(one) for one in lists]
     shortest, end = min(map(len, ranks)), min(map(len, lists))

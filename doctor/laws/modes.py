@@ -1,10 +1,12 @@
 """Law 6: every weight learns. Checks the modes in which layers run."""
 
+import sys
+
 from ..event import Event
 from ..law import RISK, Breach, check, need
 from ..loaders import EpochEnd, Loaders
 from ..moments import Step, kind, trains
-from ..record import place, recorder, torch
+from ..record import not_the_users, place, recorder, torch, wrap
 from ..watcher import Watcher
 from .alive import LAW, Alive, dead_weights, not_in_an_optimizer
 from .layers import Layers, networks
@@ -35,11 +37,28 @@ class Validation(Event, limit=1000):
     place: str
 
 
+class Dropped(Event, limit=400):
+    """The script calls dropout() itself, while gradients are enabled."""
+
+    training: bool
+    place: str
+
+
 class Modes(Watcher):
     """Records the modes of batch norm and dropout layers."""
 
     def __init__(self):
         self.pending, self.validated = None, set()
+
+    def hooks(self) -> None:
+        wrap(torch.nn.functional, "dropout", self.dropout)
+
+    def dropout(self, call, input, p=0.5, training=True, *args, **kwargs):
+        result = call(input, p, training, *args, **kwargs)
+        by_layer = sys._getframe(2).f_code.co_filename.startswith(not_the_users())
+        if p and recorder.watching and torch.is_grad_enabled() and not by_layer:
+            recorder.write(Dropped(training=bool(training), place=place()))
+        return result
 
     def on_output(self, network, outputs, batch) -> None:
         """Record a network's mode, if its batch is not from the training loader."""
@@ -138,7 +157,9 @@ def eval_mode(job):
     Call model.train() at the start of each epoch, and model.eval() before validation.
     Not a mistake if: dropout and batch norm are meant to behave this way.
     """
-    need(job.of(Mode) or job.of(Validation), "no batch norm or dropout layer ran")
+    called = job.processes[0].of(Dropped)
+    events = job.of(Mode) + job.of(Validation) + called
+    need(events, "no batch norm or dropout layer ran")
     steps = {one.step for one in job.processes[0].of(Step) if one.watched}
     own = [one for one in layers(job) if one.lives]
     trains = {n for one in own for n in one.ran.get("train", ())}
@@ -147,6 +168,10 @@ def eval_mode(job):
         what = f"in {len(found)} of {len(steps)} steps, from step {found[0] + 1} on, a "
         what += f"network trains in evaluation mode: {listed([x.name for x in own], 2)}"
         yield Breach(what, own[0].place)
+    on, off = ({x.step for x in called if x.training == mode} for mode in (True, False))
+    if on and (found := sorted((off - on) & steps)):
+        what = f"in {len(found)} of {len(steps)} steps, from step {found[0] + 1} on, a "
+        yield Breach(f"{what}network calls dropout() as in evaluation", called[0].place)
     for one in [one for one in validations(job) if one.training][:1]:
         what = f"rank {one.rank} validates {one.network} in training mode"
         yield Breach(what, one.place)

@@ -1,15 +1,15 @@
 """Law 1: every sample is read once per epoch. Compares the epochs' orders."""
 
 from collections import Counter
-from itertools import pairwise
+from itertools import combinations, pairwise
 from statistics import median
 
-from ..draws import Drawn
+from ..draws import Order
 from ..job import Job
 from ..law import RISK, WRONG, Breach, NotJudged, check, several
 from ..loaders import Epoch, EpochEnd
 from ..moments import Step
-from ..neighbours import before_a_repeat, inputs
+from ..neighbours import before_a_repeat, contents, tells
 from ..reads import Feed, feeds, loaded
 from .randomness import Draw
 from .resume import Restored
@@ -34,10 +34,10 @@ def same_order(job):
     epochs = laps(job) if loop else [one.ranks[0] for one in loaded(job)]
     if len(epochs) < 2:
         raise NotJudged("fewer than two epochs of training were seen: see --short")
-    for number, (one, other) in enumerate(pairwise(epochs)):
+    for (number, one), (later, other) in combinations(enumerate(epochs), 2):
         if [*map(list, one)] != [*map(list, other)] or len(one) < 2 + loop:
             continue
-        what = f"epochs {number} and {number + 1} have the same {len(one)} batches per "
+        what = f"epochs {number} and {later} have the same {len(one)} batches per "
         what += "rank in the same order"
         flat = [x for batch in one for x in batch]
         known = same_permutation(job) if loop else max(flat) < 2**40  # no hashes
@@ -59,15 +59,17 @@ def same_order(job):
 
 def laps(job: Job) -> list[list[list[int]]]:
     """For a loop without a DataLoader, return rank 0's batches in two epochs, or []."""
-    own = [one.rows for one in inputs(job)[0]]
+    own = contents(job)[0]
     count = len(before_a_repeat(own))
     return [own[:count], own[count : 2 * count]] if len(own) >= 2 * count else []
 
 
 def same_permutation(job: Job) -> bool:
     """Return whether rank 0 draws the same order of samples in different steps."""
-    own = [one for one in job.processes[0].of(Drawn) if one.permutes]
-    return len({x.step for x in own}) > 1 and len({x.value for x in own}) == 1
+    found = {}
+    for one in job.processes[0].of(Order):
+        found.setdefault(one.place, {})[one.step] = one.value
+    return any(len(own) > 1 and len({*own.values()}) == 1 for own in found.values())
 
 
 def marks(job: Job) -> list[list[int]]:
@@ -76,13 +78,6 @@ def marks(job: Job) -> list[list[int]]:
     epochs = [own.batches(epoch) for epoch in own.epochs if own.whole(epoch)]
     epochs = [epoch for epoch in epochs if all(one.marks for one in epoch)]
     return [[x for one in epoch for x in one.marks] for epoch in epochs]
-
-
-def tells(values: list[int]) -> bool:
-    """Return whether numbers are too irregular to recur in the same order by chance."""
-    changes = [(one, other) for one, other in pairwise(values) if one != other]
-    counts = len({*values}), len(changes), len({*pairwise(values)})
-    return len(values) >= 64 and min(counts[1:]) > 1.3 * counts[0]
 
 
 def outdated(job: Job) -> str:

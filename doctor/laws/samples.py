@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..draws import other_orders
+from ..draws import other_orders, parts_of_orders
 from ..event import Event
 from ..job import Job
 from ..law import (
@@ -171,6 +171,9 @@ def left_out(job):
     several(job)
     undivided(job)
     if any(process.training is None for process in job.processes):
+        if what := parts_of_orders(job):
+            yield Breach(what, job.of(Step)[0].place, mend=DIVIDE + ".")
+            return
         yield from judged(job, looped(job), job.of(Step)[0].place)
         return
     validated = {one.loader for one in job.of(Validation) if not one.gradients}
@@ -237,7 +240,7 @@ def same_samples(job, breach):
     one = breach.facts
     if "in the same step" in breach.what:
         return breach
-    if one.shift or (one.together()[0] < 0.9 and not one.read_by_all()):
+    if not one or one.shift or (one.together()[0] < 0.9 and not one.read_by_all()):
         return None
     return replace(breach, level=RISK if one.together()[0] < 0.9 else WRONG)
 

@@ -63,7 +63,7 @@ class Replicas(Watcher):
         recorder.write(layout)
 
     def on_input(self, network, inputs) -> None:
-        if not self.ran:
+        if not self.ran and torch.is_grad_enabled():  # not while codes are initialized
             self.ran = True
             self.write("first", "kept", self.objects.tensors(Moments.here.known))
             self.objects.found = None  # the script may make more before a step
