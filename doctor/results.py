@@ -5,6 +5,7 @@ import sys
 import time
 from array import array
 from itertools import groupby, product
+from math import inf
 
 from .event import Event
 from .loaders import Loaders, leaves
@@ -16,6 +17,8 @@ from .watcher import Watcher
 
 LOSSES = """cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss
     binary_cross_entropy binary_cross_entropy_with_logits""".split()
+POINTS = "send", "recv", "isend", "irecv", "batch_isend_irecv"  # they join two ranks
+EXCHANGES = "multiprocessing.managers", "mpi4py", "ray"  # doctor does not see theirs
 LARGE = 2**20  # maximum size of an output or a loss
 OTHER = re.compile(  # results that doctor does not recompute
     r"\b(\w*iou|dice|f1|(?:\w+_)?(?:auc|auroc|ap)|\w?map|bleu|rouge|recall|rewards?|returns?|scores?|"
@@ -30,6 +33,7 @@ class Printed(Event, limit=2000):
 
     text: str
     place: str
+    exchanged: float = 0.0  # when the process last began to exchange data with others
 
 
 class Measured(Event, limit=5000):
@@ -76,6 +80,18 @@ class Results(Watcher):
         for owner, name in ((torch.Tensor, "__eq__"), (torch.Tensor, "eq")):
             wrap(owner, name, self.equal)
         wrap(torch, "eq", self.equal)
+        dist = torch.distributed
+        for owner, names in ((dist, POINTS), (dist.Store, ("get", "multi_get"))):
+            for name in names:
+                wrap(owner, name, self.exchange)
+
+    def horovod_hooks(self, hvd) -> None:
+        for name in ("synchronize", "alltoall", "grouped_allreduce"):
+            wrap(hvd, name, self.exchange)
+
+    def exchange(self, call, *args, **kwargs):
+        Moments.here.exchanged = time.time()
+        return call(*args, **kwargs)
 
     # --- prints ---
 
@@ -94,7 +110,9 @@ class Results(Watcher):
             if self.others == 300 or not any(others(self.line)):
                 return
             self.others += 1
-        recorder.write(Printed(text=self.line[-2000:], place=place()))
+        unseen = any(name in sys.modules for name in EXCHANGES)
+        last = inf if unseen else Moments.here.exchanged
+        recorder.write(Printed(text=self.line[-2000:], place=place(), exchanged=last))
 
     # --- outputs and losses ---
 
