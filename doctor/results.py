@@ -190,12 +190,8 @@ class Results(Watcher):
             one = scores[0]
             if int(labels.max()) < one.size(1):
                 self.measure("hits", source, one.argmax(1), None, labels)
-                if one.size(1) > 2:
-                    best = best_of(one)
-                    self.measure("top", source, best, None, labels)
-                    if one.element_size() < 4:  # ties: topk() and argmax() differ
-                        other = (*source, "topk")
-                        self.measure("hits", other, best[:, 0], None, labels)
+                if one.size(1) > 5:
+                    self.measure("top", source, best_of(one), None, labels)
         elif found and found[0].numel() <= LARGE and found[0].is_floating_point():
             one = found[0]
             if one.numel() == len(one):
@@ -235,7 +231,6 @@ class Results(Watcher):
                 if ranked:
                     place = places(right.reshape(guess.shape))
                     self.measure("top", self.source, place, None, **more)
-                    self.measure("hits", self.source, ~(place != 0), None, **more)
                     continue
                 valid = torch.ones_like(result)
                 if other.shape == one.shape:

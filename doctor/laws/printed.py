@@ -25,7 +25,7 @@ SORT = (
 )
 MEANS = {("mean", 1), ("other mean", 1)}  # Term.kind and Term.inner
 TRAINING = "which a network in training mode has computed"
-WHAT = {"accuracy": ("hits",), "error": ("hits",)}
+WHAT = dict.fromkeys(("accuracy", "error"), ("hits", "top1"))
 WHAT |= dict.fromkeys(("loss", "perplexity"), ("loss", "root"))
 
 
@@ -75,7 +75,7 @@ def groups(job) -> list[Group]:
             group.times.setdefault(process.rank, []).append(one.at)
             group.step = max(group.step, one.after)
     kinds = {x.kind for line in job.of(Printed) for x in results(line.text)}
-    for count in {int(x[3:]) for x in kinds if x[:3] == "top"}:
+    for count in {1, *(int(x[3:]) for x in kinds if x[:3] == "top")}:
         for name, one in [*found.items()]:
             values = [x for rows in one.ranks.values() for row in rows for x in row[0]]
             if one.what == "top" and not -count < min(values) < 0:

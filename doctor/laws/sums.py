@@ -25,8 +25,8 @@ SHARES = re.compile(
 )
 REWARDS = re.compile(r"scores?|rewards?|returns?")  # also of training
 LOCAL = re.compile(
-    r"\b(rank|local|own|this|shard|worker|process|proc|gpu|node|client|fold|agent|island|"
-    r"replica|site)|cuda:|^\W*\d+\]",
+    r"\b(rank|local|own|this|shard|worker|proc|gpu|node|client|fold|agent|island|replica|"
+    r"site)|cuda:|^\W*\d+\]",
     re.I,
 )
 RANKS = "which is the mean of the ranks' own values"
@@ -69,40 +69,26 @@ def local_divisor(job):
 
 
 @check(LAW, RISK, needs=[Printed], read="pitfall 16")
-def averaged_metric(job):
-    """A metric of all samples is printed as a mean over ranks or batches.
+def partial_metric(job):
+    """A printed metric covers one rank's samples, or is a mean over parts of the data.
 
     Compute it from all ranks' predictions, or from counts that are summed over all
     ranks, such as a confusion matrix.
-    Not a mistake if: you define the metric as the mean over parts of the data.
+    Not a mistake if: it is meant to cover one rank, or to be a mean over these parts.
     """
-    rows = [(one,) for one in job.of(Scored) if not SHARES.match(one.name)]
-    found = [*explained(job, collectives(job), averaged), *explained(job, rows, mixed)]
-    places = set()
-    for what, count, text, line in found:
-        if (line.place, text) not in places:
-            what = f"rank {line.rank} prints {text}, {what} ({count} prints)"
-            yield Breach(what, line.place)
-        places.add((line.place, text))
-
-
-@check(LAW, RISK, needs=[Printed], read="pitfall 16")
-def one_ranks_metric(job):
-    """A printed metric covers the samples of one rank only.
-
-    Gather all ranks' predictions, or sum the counts behind the metric over all ranks.
-    Not a mistake if: the line is meant to cover one rank only.
-    """
-    rows = [(one,) for one in job.of(Scored)]
-    found = {}
-    for read, own in ((own_part, rows), (unshared(job), [])):
-        for name, count, text, line in explained(job, own, read):
-            found.setdefault(line.place, (*name, count, text, line))
-    for what, _, count, text, line in found.values():
-        same = [x for x in job.of(Printed) if x.place == line.place]
-        if {x.rank for x in same} == {line.rank} and not LOCAL.search(line.text):
-            what = f"rank {line.rank} prints {text}, {what} ({count} prints)"
-            yield Breach(what, line.place)
+    scores, found = [(one,) for one in job.of(Scored)], {}
+    for rows, read in (
+        (collectives(job), averaged),
+        (scores, scored),
+        ([], alone(job)),
+    ):
+        for (what, *_), count, text, line in explained(job, rows, read):
+            same = [x.rank for x in job.of(Printed) if x.place == line.place]
+            named = {*same} != {line.rank} or LOCAL.search(line.text)
+            if not (named and "its own" in what):
+                what = f"rank {line.rank} prints {text}, {what} ({count} prints)"
+                found.setdefault((line.place, text), Breach(what, line.place))
+    yield from found.values()
 
 
 def collectives(job) -> Rows:
@@ -124,7 +110,9 @@ def explained(job, rows: list, read: Callable) -> Iterator[tuple]:
     for rank, process in enumerate(job.processes):
         for line in process.of(Printed):
             past = [x for x in steps[line.step] if max(y.time for y in x) < line.time]
-            for which, text, fits in read(line, rank, past) if past or not rows else ():
+            if rows and not past:
+                continue
+            for which, text, fits in read(line, rank, past):
                 sites[rank, line.place, which].append((fits, text, line))
     for found in sites.values():
         names = set.intersection(*(fits for fits, _, _ in found))
@@ -158,7 +146,7 @@ def averaged(line: Printed, rank: int, rows: Rows) -> Iterator[tuple]:
         if each or RATIOS.fullmatch(short):
             own = [x for x in rows if not (each and x[0].sent.startswith("1 x"))]
             fits = any(is_mean(x, text) for x in own)
-            yield name, text, {RANKS} if fits else set()
+            yield name, text, {(RANKS,)} if fits else set()
 
 
 def is_mean(row: tuple[Call, ...], text: str) -> bool:
@@ -169,46 +157,35 @@ def is_mean(row: tuple[Call, ...], text: str) -> bool:
     return near([fmean(own)], text) and not whole and apart
 
 
-def mixed(line: Printed, rank: int, rows: list[tuple[Scored]]) -> Iterator[tuple]:
-    """Explain metrics as means of a metric's results for parts of the data."""
-    groups, single = defaultdict(lambda: defaultdict(list)), [one for (one,) in rows]
-    for one in single:
-        groups[one.name, one.place][one.rank].append(one)
+def scored(line: Printed, rank: int, rows: list[tuple[Scored]]) -> Iterator[tuple]:
+    """Explain metrics by scikit-learn's results for parts of the data."""
+    groups, values = defaultdict(list), [one.value for (one,) in rows]
+    for (one,) in rows:
+        groups[one.name, one.place].append(one)
     for name, text in others(line.text):
         fits = set()
-        for (call, _), ranks in groups.items():
-            every = [one for own in ranks.values() for one in own]
-            pairs = [pair for own in ranks.values() for pair in pairwise(own)]
-            values = [one.value for one in every]
-            means = [fmean(x.value for x in own) for own in ranks.values()]
-            means += [fmean(means), fmean(values)]
-            means += [fmean(values, [one.count for one in every])]
+        for (call, _), every in groups.items():
+            ranks = [[x for x in every if x.rank == n] for n in {x.rank for x in every}]
+            pairs = [pair for own in ranks for pair in pairwise(own)]
+            means = [fmean(x.value for x in own) for own in ranks]
+            means += [fmean(means), fmean(x.value for x in every)]
+            means += [fmean([x.value for x in every], [x.count for x in every])]
             parts = all(y.passes == x.passes + 1 for x, y in pairs)  # one per batch
-            parts = parts and len({one.truth for one in every}) > 1
-            apart = max(values) - min(values) > 4 * gap_of(text)
-            if parts and apart and near(means, text):
-                if not near([x.value for x in single], text):
-                    fits.add(f"which is the mean of {call}() over parts of the data")
+            parts = parts and len({x.truth for x in every}) > 1
+            parts = parts and not SHARES.match(call) and near(means, text)
+            if parts and not near(values, text):
+                fits.add((f"which is the mean of {call}() over parts of the data",))
+            rest = [x for x in every if x.rank != line.rank]
+            own = [x for x in every if x.rank == line.rank and near([x.value], text)]
+            if own and rest and not near([x.value for x in rest], text):
+                large = own[-1].count >= 1.5 * max(x.count for x in rest)  # gathered
+                if not large and own[-1].truth not in {x.truth for x in rest}:
+                    fits.add((f"which is {call}() of its own samples only",))
         yield name, text, fits
 
 
-def own_part(line: Printed, rank: int, rows: list[tuple[Scored]]) -> Iterator[tuple]:
-    """Explain metrics as the result for one rank's samples."""
-    for name, text in others(line.text):
-        fits = set()
-        for (one,) in rows:
-            same = [x for (x,) in rows if (x.name, x.place) == (one.name, one.place)]
-            other = [x for x in same if x.rank != one.rank]
-            if one.rank == line.rank and near([one.value], text) and other:
-                parts = one.truth not in {x.truth for x in other}
-                large = one.count >= 1.5 * max(x.count for x in other)
-                if parts and not large and not near([x.value for x in other], text):
-                    fits.add((f"which is {one.name}() of its own samples only", 0))
-        yield name, text, fits
-
-
-def unshared(job) -> Callable:
-    """Return a function that explains metrics as one rank's.
+def alone(job) -> Callable:
+    """Return a function that explains metrics as those of one rank's own samples.
 
     That rank has evaluated the same samples before each print, the other ranks have
     evaluated other samples, and it has received nothing from them since.
@@ -216,29 +193,30 @@ def unshared(job) -> Callable:
     writes = {(one.step, one.rank) for one in job.of(Opened)}
     known, shares = any(one.rows for one in job.of(Batch)), []
     for process in job.processes:
-        steps = defaultdict(list)
+        shares.append(defaultdict(list))
         for one in process.of(Measured):
             if one.what == "seen":
-                steps[one.after].append((one.at, one.guesses))
+                shares[-1][one.after].append((one.at, one.guesses))
         for one in process.of(Batch):
             if one.loader != process.training:
                 rows = one.rows if known else one.indices
-                steps[one.step].append((one.time, rows or ()))
-        shares.append(steps)
+                shares[-1][one.step].append((one.time, rows or ()))
 
     def read(line: Printed, rank: int, _) -> Iterator[tuple]:
-        past = [x for x in shares[rank][line.step] if x[0] < line.time]
         texts = [x for x in others(line.text) if evaluates(line.text.lower(), *x)]
-        if not (past and texts):
-            return
-        sets = [{x for _, keys in one[line.step] for x in keys} for one in shares]
+        past = [x for x in shares[rank][line.step] if x[0] < line.time]
         own, fits = {key for _, keys in past for key in keys}, set()
-        rest = [n for n in range(len(shares)) if n != rank]
-        apart = all(sets[n] and len(own & sets[n]) <= 0.1 * len(own) for n in rest)
-        files = any((line.step, n) in writes for n in rest)
-        if apart and not files and line.exchanged < min(at for at, _ in past):
-            what = f"and has evaluated {len(own)} samples: other ranks have evaluated "
-            what += "others, and it has received nothing from them since"
+        if not (own and texts):
+            return
+        received = line.exchanged > min(at for at, _ in past)
+        for n, one in enumerate(shares):
+            keys = {key for _, keys in one[line.step] for key in keys}
+            if n != rank:
+                received |= not keys or len(own & keys) > 0.1 * len(own)
+                received |= (line.step, n) in writes  # perhaps in a file
+        if not received:
+            what = f"which covers its own {len(own)} samples only: the other ranks "
+            what += "evaluate other samples, and send it nothing afterwards"
             fits = {(what, digest(sorted(own)))}
         yield from ((name, text, fits) for name, text in texts)
 
@@ -256,9 +234,8 @@ def evaluates(line: str, name: str, text: str) -> bool:
 
 def near(values: Iterable[float], text: str) -> bool:
     """Return whether a printed number is one of the values, or its percentage."""
-    return any(
-        abs(n * x - float(text)) < gap_of(text) for x in values for n in (1, 100)
-    )
+    rows = [n * x for x in values for n in (1, 100)]
+    return any(abs(x - float(text)) < gap_of(text) for x in rows)
 
 
 def summed(row: tuple[Call, ...]) -> bool:
