@@ -8,6 +8,7 @@ import functools
 import threading
 import weakref
 from time import perf_counter as clock
+from time import time
 
 from .event import Event
 from .loaders import Loaders, leaves
@@ -50,6 +51,7 @@ class Moments(Watcher):
         self.optimized = False  # an optimizer has been made
         self.passed, self.before = False, []  # see begin_by_hand()
         self.meets = self.met = 0  # number of collectives that have begun
+        self.exchanged = 0.0  # the time when the last one began
         self.backing = False  # a backward pass is running
         self.computes = False  # autograd.grad() is running in it, as in a checkpoint
         self.last_gradient = 0.0  # the time of a backward pass's last gradient
@@ -287,7 +289,7 @@ class Moments(Watcher):
         if self.collective:  # another collective calls this one
             return call(*args, **kwargs)
         self.collective, recorder.waiting = True, name
-        self.meets += 1
+        self.meets, self.exchanged = self.meets + 1, time()
         recorder.ticks += 1
         if name == "destroy_process_group":
             self.on_exit()

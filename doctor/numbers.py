@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, zip_longest
 from math import exp
 from statistics import fmean
@@ -12,7 +12,7 @@ NUMBER = re.compile(
     r"(?:\s*(/|of|out of)\s*(\d+)(?![\w.]*\w))?\s*(%?)"
 )
 KINDS = {
-    "top5": r"(?:top|acc|prec|acc_top)[-@_ ]?5",
+    "top": r"(?:top|acc|prec|acc_top)[-@_ ]?([2-9]|10)(?![\d.])",
     "accuracy": r"acc(?:urac(?:y|ies))?(?![a-z])|top[-@_ ]?1|prec@1|correct|\bright\b",
     "error": r"\berr(?:or)?s?(?![a-z])|error rate",
     "perplexity": r"\bppl|perplexit",
@@ -103,7 +103,8 @@ def numbers(text: str) -> Iterator[Number]:
         before, end = low[end : one.start()], one.end()
         rest = low[end : following.start() if following else None]
         digits, _, total, percent = one.groups()
-        named = [(x.end(), k) for k, p in KINDS.items() for x in re.finditer(p, before)]
+        named = [(k, x) for k, p in KINDS.items() for x in re.finditer(p, before)]
+        named = [(x.end(), "".join((k, *x.groups()))) for k, x in named]
         if known := SPLITS.findall(before):
             split = "train" if known[-1] == "train" else "val"
             split = "any" if BOTH.search(before) else split  # "Train/Val loss 0.3 0.4"
@@ -119,7 +120,7 @@ def numbers(text: str) -> Iterator[Number]:
             yield Number(kind, value, 0, 1, int(total), split, number, before)
         if not kind or total or BATCH.match(low[end:]):
             continue  # BATCH: a batch's value, before the mean of all batches
-        shares, places = kind in ("accuracy", "error", "top5"), digits.partition(".")[2]
+        shares, places = kind[:3] in ("acc", "err", "top"), digits.partition(".")[2]
         if shares and (value > 100 or not (places or percent)):
             continue  # a count
         gap = 0.01 * value if "e" in digits else 0.6 * 10 ** -len(places)
@@ -178,6 +179,14 @@ class Group:
         """Return the sums of values and of weights, for one rank or (None) for all."""
         own = self.ranks.values() if rank is None else [self.ranks[rank]]
         return pair(sums(chain(*own)))
+
+    def top(self, count: int) -> "Group":
+        """Return the group for top-`count` accuracies; `self` contains places()."""
+        same = replace(self, what=f"top{count}", ranks={})
+        for rank, rows in self.ranks.items():
+            hits = [([0 <= x < count for x in row[0]], *row[1:]) for row in rows]
+            same.ranks[rank] = hits
+        return same
 
     def once(self) -> dict:
         """Return the sum and weight of each distinct sample."""

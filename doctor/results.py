@@ -5,6 +5,7 @@ import sys
 import time
 from array import array
 from itertools import groupby, product
+from math import inf
 
 from .event import Event
 from .loaders import Loaders, leaves
@@ -16,6 +17,8 @@ from .watcher import Watcher
 
 LOSSES = """cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss
     binary_cross_entropy binary_cross_entropy_with_logits""".split()
+POINTS = "send", "recv", "isend", "irecv", "batch_isend_irecv"  # they join two ranks
+EXCHANGES = "multiprocessing.managers", "mpi4py", "ray"  # doctor does not see theirs
 LARGE = 2**20  # maximum size of an output or a loss
 OTHER = re.compile(  # results that doctor does not recompute
     r"\b(\w*iou|dice|f1|(?:\w+_)?(?:auc|auroc|ap)|\w?map|bleu|rouge|recall|rewards?|returns?|scores?|"
@@ -30,14 +33,15 @@ class Printed(Event, limit=2000):
 
     text: str
     place: str
+    exchanged: float = 0.0  # when the process last began to exchange data with others
 
 
 class Measured(Event, limit=5000):
     """The sums that doctor computed from the outputs of one batch."""
 
-    # hits, top5, loss, root (the value whose backward() is called), pairs (`values` are
-    # predictions, and `weights` are the labels that the script compares with these), or
-    # seen (`guesses` are hashes of inputs)
+    # hits, top (see places()), loss, root (the value whose backward() is called), pairs
+    # (`values` are predictions, and `weights` are the labels that the script compares
+    # with these), or seen (`guesses` are hashes of inputs)
     what: str
     source: int  # the network, or the line that calls the loss
     loader: int | None
@@ -64,7 +68,8 @@ class Results(Watcher):
         self.guesses, self.tries = [], 0  # predicted classes that have no labels yet
         self.outputs = 0  # number of outputs measured
         self.training = False  # see Measured
-        self.found = None  # the last output whose predictions the script compared
+        self.best = None  # one of the guesses: the classes with the highest scores
+        self.found = {}  # the last output whose predictions the script compared
         self.others = 0  # number of printed lines with other results
 
     def hooks(self) -> None:
@@ -75,6 +80,18 @@ class Results(Watcher):
         for owner, name in ((torch.Tensor, "__eq__"), (torch.Tensor, "eq")):
             wrap(owner, name, self.equal)
         wrap(torch, "eq", self.equal)
+        dist = torch.distributed
+        for owner, names in ((dist, POINTS), (dist.Store, ("get", "multi_get"))):
+            for name in names:
+                wrap(owner, name, self.exchange)
+
+    def horovod_hooks(self, hvd) -> None:
+        for name in ("synchronize", "alltoall", "grouped_allreduce"):
+            wrap(hvd, name, self.exchange)
+
+    def exchange(self, call, *args, **kwargs):
+        Moments.here.exchanged = time.time()
+        return call(*args, **kwargs)
 
     # --- prints ---
 
@@ -93,7 +110,9 @@ class Results(Watcher):
             if self.others == 300 or not any(others(self.line)):
                 return
             self.others += 1
-        recorder.write(Printed(text=self.line[-2000:], place=place()))
+        unseen = any(name in sys.modules for name in EXCHANGES)
+        last = inf if unseen else Moments.here.exchanged
+        recorder.write(Printed(text=self.line[-2000:], place=place(), exchanged=last))
 
     # --- outputs and losses ---
 
@@ -124,16 +143,17 @@ class Results(Watcher):
         for fields, values, weights, labels in waiting:
             if "sure" in fields:
                 sure, output = fields.pop("sure"), fields.pop("output")
-                if output == self.found or not sure:
+                if output == self.found.get(fields["what"]) or not sure:
                     continue
-                self.found = output
+                self.found[fields["what"]] = output
             values = values.cpu()
             fields["skipped"] = int(fields.get("skipped", 0))
             if labels is not None:
                 labels = labels.cpu().reshape(-1, 1)
                 if values.numel() == len(labels) and not fields["trains"]:
                     fields["guesses"] = array("q", values.reshape(-1).tolist())
-                values = ~(values.reshape(len(labels), -1) != labels).all(1)
+                same = ~(values.reshape(len(labels), -1) != labels)
+                values = places(same) if fields["what"] == "top" else same.any(1)
             values = array("d", values.double().reshape(-1).tolist())
             weights = [1.0] * len(values) if weights is None else weights.tolist()
             one = Measured(**fields, values=values, weights=array("d", weights))
@@ -171,19 +191,16 @@ class Results(Watcher):
             if int(labels.max()) < one.size(1):
                 self.measure("hits", source, one.argmax(1), None, labels)
                 if one.size(1) > 5:
-                    best = one.topk(5).indices
-                    self.measure("top5", source, best, None, labels)
-                    if one.element_size() < 4:  # ties: topk() and argmax() differ
-                        other = (*source, "topk")
-                        self.measure("hits", other, best[:, 0], None, labels)
+                    self.measure("top", source, best_of(one), None, labels)
         elif found and found[0].numel() <= LARGE and found[0].is_floating_point():
             one = found[0]
             if one.numel() == len(one):
                 self.guesses = [one.reshape(-1) > 0, one.reshape(-1) > 0.5]
             else:
                 self.guesses = [one.argmax(axis) for axis in {1, one.dim() - 1}]
-                if one.dim() == 2 and one.size(1) > 5:
-                    self.guesses.append(one.topk(5).indices)
+                if one.dim() == 2 and one.size(1) > 2:
+                    self.best = best_of(one)
+                    self.guesses.append(self.best)
             self.source = source
 
     def equal(self, call, *args, **kwargs):
@@ -202,15 +219,24 @@ class Results(Watcher):
         self.tries += 1
         guesses = self.guesses if self.tries < 7 else ()
         for guess, (one, other) in product(guesses, (operands, operands[::-1])):
+            right, ranked = result, guess is self.best
+            if ranked and one.dim() == 2 and result.shape == one.shape:
+                if len(one) != len(guess):  # (k, N)
+                    one, right = one.t(), result.t()
+                guess = guess[:, : one.size(1)]
             fits = one.numel() == guess.numel() and one.device == guess.device
-            if fits and len(result) == len(guess) and result.shape == one.shape:
+            if fits and len(right) == len(guess) and right.shape == one.shape:
                 sure = ~(one.reshape(-1) != guess.reshape(-1)).any()  # == is wrapped
+                more = {"sure": sure, "output": self.outputs}
+                if ranked:
+                    place = places(right.reshape(guess.shape))
+                    self.measure("top", self.source, place, None, **more)
+                    continue
                 valid = torch.ones_like(result)
                 if other.shape == one.shape:
                     valid = other != -100
                 both = result & valid, valid
                 counts = [x.reshape(len(guess), -1).sum(1) for x in both]
-                more = {"sure": sure, "output": self.outputs}
                 self.measure("hits", self.source, *counts, **more)
 
     def loss(self, call, /, *args, **kwargs):
@@ -273,6 +299,20 @@ class Results(Watcher):
     def on_exit(self) -> None:
         self.printed()
         self.read()
+
+
+def best_of(scores):
+    """Return the classes with the highest scores, best first: (N, at most 10).
+
+    Scores in half precision have ties, in whose order the usual topk(5) may differ.
+    """
+    most = 10 if scores.element_size() > 2 else 5
+    return scores.topk(min(most, scores.size(1))).indices
+
+
+def places(same):
+    """Return each row's first true column, or minus the number of columns if none."""
+    return torch.where(same.any(1), same.int().argmax(1), -same.size(1))
 
 
 def repeated(job) -> dict[tuple[int, int], list[float]]:

@@ -1,6 +1,8 @@
 """Define the moments of a job that a law can watch."""
 
 import contextlib
+import functools
+import inspect
 import os
 
 watchers: list["Watcher"] = []
@@ -85,6 +87,9 @@ class Watcher:
     def after_collective(self, name: str, tensors: list, place: str, seconds: float):
         """The collective has returned."""
 
+    def on_metric(self, name: str, args: tuple, kwargs: dict, result):
+        """One of scikit-learn's metrics has returned a result."""
+
     def on_summary(self) -> None:
         """The process ends, or has taken one of the steps in WRITES (laws/alive.py)."""
 
@@ -101,3 +106,26 @@ def tell(moment: str, *args) -> None:
         if moment in type(watcher).__dict__:
             with contextlib.suppress(Exception):
                 getattr(watcher, moment)(*args)
+
+
+def watch(metrics) -> None:
+    """Let watchers see what scikit-learn's metrics return.
+
+    The script may import these before PyTorch, without which there are no watchers.
+    """
+
+    def told(call):
+        @functools.wraps(call)
+        def wrapped(*args, **kwargs):
+            result = call(*args, **kwargs)
+            tell("on_metric", call.__name__, args, kwargs, result)
+            return result
+
+        wrapped.__module__ = metrics.__name__  # where pickle finds it
+        return wrapped
+
+    for name in metrics.__all__:
+        with contextlib.suppress(Exception):  # a class without a signature
+            call = getattr(metrics, name)
+            if [*inspect.signature(call).parameters][0] == "y_true":
+                setattr(metrics, name, told(call))

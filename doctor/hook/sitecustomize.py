@@ -30,6 +30,7 @@ class AfterImport:
 
     calls = {"torch": "", "horovod.torch": "horovod_hooks"}
     calls |= {"torch.distributed.checkpoint": "checkpoint_hooks"}
+    calls |= {"sklearn.metrics": ""}
     searches = False
 
     def find_spec(self, name: str, path=None, target=None):
@@ -52,6 +53,8 @@ class AfterImport:
                 load("cpu").play(os.environ["DOCTOR_CPU"])
             if name == "torch":
                 load("record").torch_is_there()
+            elif name == "sklearn.metrics":
+                load("watcher").watch(module)
             else:
                 load("watcher").tell(call, module)
 

@@ -25,7 +25,7 @@ SORT = (
 )
 MEANS = {("mean", 1), ("other mean", 1)}  # Term.kind and Term.inner
 TRAINING = "which a network in training mode has computed"
-WHAT = {"accuracy": ("hits",), "error": ("hits",), "top5": ("top5",)}
+WHAT = dict.fromkeys(("accuracy", "error"), ("hits", "top1"))
 WHAT |= dict.fromkeys(("loss", "perplexity"), ("loss", "root"))
 
 
@@ -74,6 +74,12 @@ def groups(job) -> list[Group]:
             group.ranks.setdefault(process.rank, []).append(row)
             group.times.setdefault(process.rank, []).append(one.at)
             group.step = max(group.step, one.after)
+    kinds = {x.kind for line in job.of(Printed) for x in results(line.text)}
+    for count in {1, *(int(x[3:]) for x in kinds if x[:3] == "top")}:
+        for name, one in [*found.items()]:
+            values = [x for rows in one.ranks.values() for row in rows for x in row[0]]
+            if one.what == "top" and not -count < min(values) < 0:
+                found[count, name] = one.top(count)
     return sorted(found.values(), key=lambda one: max(map(max, one.times.values())))
 
 
@@ -148,7 +154,9 @@ def judge(job, everything: list[Group], line: Printed, number: Number):
     {} means that no known mistake fits; None, that no whole pass gives this number.
     """
     process = next(one for one in job.processes if one.rank == line.rank)
-    found = [one for one in everything if one.what in WHAT[number.kind]]
+    found = [
+        one for one in everything if one.what in WHAT.get(number.kind, (number.kind,))
+    ]
     found = [one for one in found if one.began(line.rank) < line.time]
     if any(one.running(line.rank, line.time) for one in found if not one.trains):
         return None

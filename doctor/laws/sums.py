@@ -2,16 +2,34 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+from statistics import fmean
 
 from ..law import RISK, WRONG, Breach, check, several
-from ..numbers import gap_of, others, results
-from ..results import Printed
+from ..loaders import Batch
+from ..metrics import Scored
+from ..numbers import BEST, SPLITS, gap_of, others, results
+from ..results import OTHER, Measured, Printed
+from ..sample import digest
+from .files import Opened
 from .meeting import Call
 from .printed import LAW
 
 RATIOS = re.compile(r"\w*auc|auroc|auprc|rmse|r2|kappa|mcc")  # no means over samples
 PER_CLASS = re.compile(r"m?iou|f1|precision|recall")  # nor are these, for each class
+# scikit-learn's means over samples
+SHARES = re.compile(
+    r"accuracy|zero_one|hamming|log_loss|hinge|brier|mean_|n?dcg|label_ranking|coverage|"
+    r"top_k|d2_|explained"
+)
+REWARDS = re.compile(r"scores?|rewards?|returns?")  # also of training
+LOCAL = re.compile(
+    r"\b(rank|local|own|this|shard|worker|proc|gpu|node|client|fold|agent|island|replica|"
+    r"site)|cuda:|^\W*\d+\]",
+    re.I,
+)
+RANKS = "which is the mean of the ranks' own values"
 Rows = list[tuple[Call, ...]]  # calls of collectives, one per rank
 
 
@@ -44,40 +62,57 @@ def local_divisor(job):
     Sum the numerator and the count over all ranks; divide once.
     Not a mistake if: the other ranks' counts are not part of the result.
     """
-    for name, count, text, line in explained(job, divided):
+    for name, count, text, line in explained(job, collectives(job), divided):
         what = f"rank {line.rank} prints {text}, which is a sum over all ranks, "
         what += f"divided by rank {line.rank}'s own {name} ({count} prints)"
         yield Breach(what, line.place)
 
 
-@check(LAW, RISK, needs=[Call, Printed], read="pitfall 16")
-def averaged_metric(job):
-    """A metric of all samples is printed as the mean of the ranks' own metrics.
+@check(LAW, RISK, needs=[Printed], read="pitfall 16")
+def partial_metric(job):
+    """A printed metric covers one rank's samples, or is a mean over parts of the data.
 
     Compute it from all ranks' predictions, or from counts that are summed over all
     ranks, such as a confusion matrix.
-    Not a mistake if: you define the metric as the mean over parts of the data.
+    Not a mistake if: it is meant to cover one rank, or to be a mean over these parts.
     """
-    for name, count, text, line in explained(job, averaged):
-        what = f"rank {line.rank} prints the {name} {text}, which is the mean of the "
-        yield Breach(f"{what}ranks' own values ({count} prints)", line.place)
+    scores, found = [(one,) for one in job.of(Scored)], {}
+    for rows, read in (
+        (collectives(job), averaged),
+        (scores, scored),
+        ([], alone(job)),
+    ):
+        for (what, *_), count, text, line in explained(job, rows, read):
+            same = [x.rank for x in job.of(Printed) if x.place == line.place]
+            named = {*same} != {line.rank} or LOCAL.search(line.text)
+            if not (named and "its own" in what):
+                what = f"rank {line.rank} prints {text}, {what} ({count} prints)"
+                found.setdefault((line.place, text), Breach(what, line.place))
+    yield from found.values()
 
 
-def explained(job, read: Callable) -> Iterator[tuple[str, int, str, Printed]]:
+def collectives(job) -> Rows:
+    """Return the collectives that all ranks call with small tensors."""
+    rows = zip(*(process.of(Call) for process in job.processes), strict=False)
+    return [row for row in rows if all(x.value is not None for x in row)]
+
+
+def explained(job, rows: list, read: Callable) -> Iterator[tuple]:
     """Yield (explanation, count, last number, its line) for each explained place.
 
-    `read(line, rank, rows)` yields (which number, its text, possible explanations).
+    `read(line, rank, rows)` gets the rows of a line's step that are older than the line
+    and yields (which number, its text, possible explanations).
     """
     several(job)
-    calls, sites = defaultdict(list), defaultdict(list)
-    for row in zip(*(process.of(Call) for process in job.processes), strict=False):
-        if all(x.value is not None for x in row):
-            for rank, one in enumerate(row):
-                calls[rank, one.step].append(row)
+    steps, sites = defaultdict(list), defaultdict(list)
+    for row in rows:
+        steps[row[0].step].append(row)
     for rank, process in enumerate(job.processes):
         for line in process.of(Printed):
-            rows = [x for x in calls[rank, line.step] if x[rank].time < line.time]
-            for which, text, fits in read(line, rank, rows) if rows else ():
+            past = [x for x in steps[line.step] if max(y.time for y in x) < line.time]
+            if rows and not past:
+                continue
+            for which, text, fits in read(line, rank, past):
                 sites[rank, line.place, which].append((fits, text, line))
     for found in sites.values():
         names = set.intersection(*(fits for fits, _, _ in found))
@@ -99,8 +134,8 @@ def divided(line: Printed, rank: int, rows: Rows) -> Iterator[tuple]:
     numbers = [(x.value, x.gap, x.text) for x in results(line.text)]
     numbers += [(float(x), gap_of(x), x) for _, x in others(line.text)]
     for which, (value, gap, text) in enumerate(numbers if rows else ()):
-        near = {k for k, x in found if min(abs(n * x - value) for n in (1, 100)) < gap}
-        yield which, text, near if gap < 0.002 * value else set()
+        fits = {k for k, x in found if min(abs(n * x - value) for n in (1, 100)) < gap}
+        yield which, text, fits if gap < 0.002 * value else set()
 
 
 def averaged(line: Printed, rank: int, rows: Rows) -> Iterator[tuple]:
@@ -110,15 +145,97 @@ def averaged(line: Printed, rank: int, rows: Rows) -> Iterator[tuple]:
         each = PER_CLASS.fullmatch(short)
         if each or RATIOS.fullmatch(short):
             own = [x for x in rows if not (each and x[0].sent.startswith("1 x"))]
-            yield name, text, {name} if any(is_mean(x, text) for x in own) else set()
+            fits = any(is_mean(x, text) for x in own)
+            yield name, text, {(RANKS,)} if fits else set()
 
 
 def is_mean(row: tuple[Call, ...], text: str) -> bool:
     """Return whether a printed number is the mean of the ranks' own numbers."""
     own = [x.value / max(1, int(x.sent.partition(" ")[0])) for x in row]
-    near = [abs(x * sum(own) / len(own) - float(text)) < gap_of(text) for x in (1, 100)]
     whole = any("float" not in x.sent for x in row)
-    return any(near) and not whole and max(own) - min(own) > 2 * gap_of(text)
+    apart = max(own) - min(own) > 2 * gap_of(text)
+    return near([fmean(own)], text) and not whole and apart
+
+
+def scored(line: Printed, rank: int, rows: list[tuple[Scored]]) -> Iterator[tuple]:
+    """Explain metrics by scikit-learn's results for parts of the data."""
+    groups, values = defaultdict(list), [one.value for (one,) in rows]
+    for (one,) in rows:
+        groups[one.name, one.place].append(one)
+    for name, text in others(line.text):
+        fits = set()
+        for (call, _), every in groups.items():
+            ranks = [[x for x in every if x.rank == n] for n in {x.rank for x in every}]
+            pairs = [pair for own in ranks for pair in pairwise(own)]
+            means = [fmean(x.value for x in own) for own in ranks]
+            means += [fmean(means), fmean(x.value for x in every)]
+            means += [fmean([x.value for x in every], [x.count for x in every])]
+            parts = all(y.passes == x.passes + 1 for x, y in pairs)  # one per batch
+            parts = parts and len({x.truth for x in every}) > 1
+            parts = parts and not SHARES.match(call) and near(means, text)
+            if parts and not near(values, text):
+                fits.add((f"which is the mean of {call}() over parts of the data",))
+            rest = [x for x in every if x.rank != line.rank]
+            own = [x for x in every if x.rank == line.rank and near([x.value], text)]
+            if own and rest and not near([x.value for x in rest], text):
+                large = own[-1].count >= 1.5 * max(x.count for x in rest)  # gathered
+                if not large and own[-1].truth not in {x.truth for x in rest}:
+                    fits.add((f"which is {call}() of its own samples only",))
+        yield name, text, fits
+
+
+def alone(job) -> Callable:
+    """Return a function that explains metrics as those of one rank's own samples.
+
+    That rank has evaluated the same samples before each print, the other ranks have
+    evaluated other samples, and it has received nothing from them since.
+    """
+    writes = {(one.step, one.rank) for one in job.of(Opened)}
+    known, shares = any(one.rows for one in job.of(Batch)), []
+    for process in job.processes:
+        shares.append(defaultdict(list))
+        for one in process.of(Measured):
+            if one.what == "seen":
+                shares[-1][one.after].append((one.at, one.guesses))
+        for one in process.of(Batch):
+            if one.loader != process.training:
+                rows = one.rows if known else one.indices
+                shares[-1][one.step].append((one.time, rows or ()))
+
+    def read(line: Printed, rank: int, _) -> Iterator[tuple]:
+        texts = [x for x in others(line.text) if evaluates(line.text.lower(), *x)]
+        past = [x for x in shares[rank][line.step] if x[0] < line.time]
+        own, fits = {key for _, keys in past for key in keys}, set()
+        if not (own and texts):
+            return
+        received = line.exchanged > min(at for at, _ in past)
+        for n, one in enumerate(shares):
+            keys = {key for _, keys in one[line.step] for key in keys}
+            if n != rank:
+                received |= not keys or len(own & keys) > 0.1 * len(own)
+                received |= (line.step, n) in writes  # perhaps in a file
+        if not received:
+            what = f"which covers its own {len(own)} samples only: the other ranks "
+            what += "evaluate other samples, and send it nothing afterwards"
+            fits = {(what, digest(sorted(own)))}
+        yield from ((name, text, fits) for name, text in texts)
+
+    return read
+
+
+def evaluates(line: str, name: str, text: str) -> bool:
+    """Return whether a number is a result of the last evaluation, by its words."""
+    before = line.partition(text)[0]
+    split = SPLITS.findall(before)
+    known = OTHER.search(f"{name} {text}") and (split or not REWARDS.fullmatch(name))
+    best = any(x in before for x in BEST)
+    return bool(known) and split[-1:] != ["train"] and not best
+
+
+def near(values: Iterable[float], text: str) -> bool:
+    """Return whether a printed number is one of the values, or its percentage."""
+    rows = [n * x for x in values for n in (1, 100)]
+    return any(abs(x - float(text)) < gap_of(text) for x in rows)
 
 
 def summed(row: tuple[Call, ...]) -> bool:
