@@ -95,7 +95,7 @@ def fit(row: list[Update]) -> Fit | None:
     factor = multiple(mean, target)
     there = sum(map(any, zip(target, *vectors, strict=True)))
     enough = len(vectors) <= min(UNKNOWNS, there / 2)
-    shares = (enough and solve(vectors, target)) or [0.0] * len(vectors)
+    shares = (enough and shares_of(vectors, target)) or [0.0] * len(vectors)
     guess = [dot(shares, values) for values in zip(*vectors, strict=True)]
     if not (solved := alike([target, guess], 0.03)):
         shares = [factor / len(row)] * len(vectors)
@@ -124,7 +124,21 @@ def dot(one: list[float], other: list[float]) -> float:
     return sum(a * b for a, b in zip(one, other, strict=True))
 
 
-def solve(vectors: list[list[float]], target: list[float]) -> list[float] | None:
+def shares_of(vectors: list[list[float]], target: list[float]) -> list[float] | None:
+    """Return the factors of vectors that give the target, or None if they are unsure.
+
+    Factors of nearly dependent vectors are sure if two halves of the elements agree.
+    """
+    if (found := solve(vectors, target)) or len(target) < 4 * len(vectors):
+        return found
+    halves = [([x[n::2] for x in vectors], target[n::2]) for n in (0, 1)]
+    found = [solve(*half, least=1e-6) for half in halves]
+    return found[0] if all(found) and alike(found, 0.02) else None
+
+
+def solve(
+    vectors: list[list[float]], target: list[float], least: float = 1e-3
+) -> list[float] | None:
     """Return the least-squares factors of vectors, or None if they are dependent."""
     norms = [math.hypot(*x) for x in vectors]
     if not all(norms):
@@ -132,7 +146,7 @@ def solve(vectors: list[list[float]], target: list[float]) -> list[float] | None
     units = [[x / n for x in own] for own, n in zip(vectors, norms, strict=True)]
     rows = [[*(dot(one, x) for x in units), dot(one, target)] for one in units]
     for n, row in enumerate(rows):  # Gaussian elimination
-        if abs(row[n]) < 1e-3:
+        if abs(row[n]) < least:
             return None
         for other in rows:
             if other is not row:
