@@ -11,6 +11,7 @@ from ..sample import numbers
 from ..watcher import Watcher, tell
 from .checkpoints import local
 from .layers import Layers, Ran, networks
+from .losses import cut_off
 from .passes import Update
 from .replicas import listed
 
@@ -254,8 +255,10 @@ def dead_weights(job):
         where = needed[0].place
         yield Breach(f"{what}: {names(needed)}", where, facts=needed, mend=mend)
     elif dead:
-        more = "; perhaps the loss should use them"
-        raise NotJudged(f"{len(dead)} {never}: {names(dead)}{more}")
+        what = f"{len(dead)} {never}: {names(dead)}"
+        need(cut := cut_off(job), f"{what}; perhaps the loss should use them")
+        what += "; all_gather() returns tensors without a gradient"
+        yield Breach(what, cut[0], facts=dead)
     elif alive:
         still = [x for x in alive if not x.moves]
         what, text = f"{len(still)} {count}", "get gradients, but do not change"

@@ -251,6 +251,16 @@ def factors(entry: dict) -> list[float]:
     return [means[0], sum(means), last, *accumulate(means), *accumulate(wide)]
 
 
+def cut_off(job, put_back: bool = False) -> list[str]:
+    """Return lines whose all_gather() gets a tensor with a gradient, and returns none.
+
+    If `put_back`, the script replaces one of the results with its own tensor.
+    """
+    entries = [entry for one in job.of(Update) for entry in one.passes]
+    found = [entry["gathered"] for entry in entries if entry.get("gathered")]
+    return [place for place, own in found if own == put_back]
+
+
 def by_share(one: Update) -> list[dict]:
     """Return a step's passes, or one combined pass if their gradients were summed."""
     if len(one.local) == len(one.passes):

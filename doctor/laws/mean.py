@@ -16,7 +16,7 @@ from .gradient import (
     sums,
     updates,
 )
-from .losses import Term, factors, known
+from .losses import Term, cut_off, factors, known
 from .passes import LAW, Update, not_awaited
 from .replicas import alike, listed, weights_differ
 
@@ -190,14 +190,14 @@ def gathered_without_gradient(job):
     if times and sum(times) > len(times) / 2:
         return  # the loss is multiplied by the world size
     rows = need(job.rows(Update), "no optimizer took a step")
-    entries = [entry for row in rows for entry in row[0].passes]
-    for place, put_back in [x["gathered"] for x in entries if x.get("gathered")][:1]:
+    for place in cut_off(job)[:1]:
         what = "all_gather() gets a tensor with a gradient, but its results have none"
-        if put_back:
-            what = "all_gather() returns tensors without a gradient, and only the "
-            what += "rank's own tensor is put back"
-        level = NOTE if put_back and rows[0][0].adaptive else RISK
-        yield Breach(what, place, level=level)
+        yield Breach(what, place)
+        return
+    for place in cut_off(job, put_back=True)[:1]:
+        what = "all_gather() returns tensors without a gradient, and only the rank's "
+        level = NOTE if rows[0][0].adaptive else RISK
+        yield Breach(f"{what}own tensor is put back", place, level=level)
 
 
 @check(LAW, RISK, causes=[*CAUSES, mean_gradient], read="lesson 3")

@@ -172,7 +172,9 @@ def not_restored(job):
         lost = ["optimizer"] * ("optimizer" not in done)
         lost += ["schedule"] * (one.schedule and "schedule" not in done)
         steps = [x.time for x in job.of(Step) if x.rank == one.rank]
-        if lost and any(time > one.time for time in steps):
+        # Otherwise, the file was only read, for example to count its tensors
+        used = any(x.what == "weights" and x.time > one.time for x in restored)
+        if lost and used and any(time > one.time for time in steps):
             what = f"the checkpoint has the {' and the '.join(lost)}'s state, but "
             yield Breach(f"{what}nothing loads it", one.place)
             return

@@ -38,6 +38,10 @@ DIVIDE = (
     "Divide a permutation of all samples with order[rank::world_size]; draw this order "
     "with the same seed on all ranks"
 )
+AGAIN = (
+    "Write `for batch in loader:`. next(iter(loader)) begins a new pass, which returns "
+    "the first batch again."
+)
 STREAM = (
     "Put all samples in the same order on all ranks, and yield only every "
     "world_size-th, starting at the rank's number; loader processes (see "
@@ -223,6 +227,16 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
     if unsure:
         raise NotJudged(unsure)
     short = [one.text for one in epochs[1:] if not one.whole]
+    if epochs[0].loader is not None and len(short) > 1:
+        reads = [x for one in epochs for own in one.all for x in own]
+        what = f"{len(short)} passes over the loader end early; the passes read "
+        what += f"{len(reads):,} samples, {len({*reads}):,} distinct ones"
+        if len(reads) > 2 * len({*reads}) and all(
+            len(x) == 1 for one in epochs for x in one.ranks
+        ):
+            yield Breach(what, place, mend=AGAIN)
+            return
+        raise NotJudged(what)
     if epochs[0].whole and short:
         raise NotJudged(f"{held[0]}, but only {short[0]} were read")
     text = f"{place}, " * (epochs[0].loader is not None) + held[0]
