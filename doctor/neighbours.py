@@ -131,10 +131,9 @@ def contents(job: Job) -> list[list[array]]:
     for process, own in zip(job.processes, lists, strict=True):
         known = {one.step: one.values for one in reversed(process.of(Targets))}
         labels.append([known.get(one.step, ()) for one in own])
-    for marks in (rows, labels):
-        if all(map(agree, names, marks)):  # or else, augmentation changes the contents
-            return names if agree(sum(names, []), sum(marks, [])) else rows
-    return rows
+    if all(map(agree, names, rows)):  # augmentation does not change the contents
+        labels = rows
+    return names if agree(sum(names, []), sum(labels, [])) else rows
 
 
 def agree(names: list[array], marks: list) -> bool:
