@@ -268,8 +268,8 @@ def parts_of_orders(job: Job) -> str:
         other = all(len({x.value for x in row}) > 1 for row in rows)
         fit = [n > 3 * b and -b < n - part <= len(lists) for n, b in counts]
         if counts and other and all(fit):
-            text = f"{line} draws a different order of {size:,} on each rank, "
-            return f"{text}and a rank reads about {counts[0][0]:,} of them"
+            text = f"{line} draws a different order of {size:,} on each rank, and a "
+            return f"{text}rank reads about {counts[0][0]:,} of them"
     return ""
 
 

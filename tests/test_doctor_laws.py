@@ -283,7 +283,7 @@ def loop(order, noise=0.1, batch=12):
         ids = array("q", own) if noise else None
         found.append(event(Input, step, rows=keys, few=few, indices=ids))
         values = array("d", [round(9 * rows[i][0]) for i in own])
-        found.append(Targets(count=batch, values=values, step=step))
+        found += [Targets(count=batch, values=values, step=step)] * (noise > 0)
     return found
 
 
