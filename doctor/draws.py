@@ -19,7 +19,6 @@ from .record import LIBRARY, not_the_users, place, recorder, torch, wrap
 from .sample import digest, numbers, positions
 from .watcher import Watcher
 
-LARGE = 200_000  # of more indices in batches, doctor does not test the order
 MANY = 8  # fewer equal numbers than this may be a joint decision of the ranks
 FUNCTIONS = """rand randn randint randperm rand_like randn_like normal bernoulli
     multinomial""".split()
@@ -100,6 +99,8 @@ class Draws(Watcher):
         result = call(*args, **kwargs)
         if not recorder.watching or self.shared or not runs_normally():
             return result
+        if permutes(result):
+            self.note(result)
         if result.is_floating_point() or permutes(result):
             self.keep(name, result)
         return result
@@ -171,21 +172,19 @@ def permutes(tensor) -> bool:
 
 
 def shuffled(things) -> tuple[int, list]:
-    """Return the number of shuffled things, and a few of them.
+    """Return the number of shuffled things (0: unknown), and a few of them.
 
     Batches of indices count as these indices, together 0 to N - 1.
     """
     if hasattr(things, "tolist"):
-        tensor = torch.as_tensor(things)
-        return len(tensor), numbers([tensor], 16)
+        return len(things), numbers([torch.as_tensor(things)], 16)
     if all(isinstance(one, (list, tuple)) for one in things):
         inner = [*chain(*things)]
-        if all(isinstance(x, int) for x in inner):
-            whole = len(inner) < LARGE and sorted(inner) == [*range(len(inner))]
-            things = inner if whole else things
+        if {*inner} == {*range(len(inner))}:
+            things = inner
     few = [things[n] for n in positions(len(things), 16)]
     plain = all(isinstance(one, (int, float, str, tuple)) for one in few)
-    return len(things) if plain else 0, few
+    return len(things) * plain, few
 
 
 def own_states() -> list[int]:
@@ -258,28 +257,19 @@ def parts_of_orders(job: Job) -> str:
     Between two draws, each rank then reads about N / world_size of N shuffled things,
     so it has not shuffled only its own samples.
     """
-    ranks, found = len(job.processes), {}
-    for process in job.processes:
-        own = {}
-        for one in process.of(Order):
-            own.setdefault(one.place, []).append(one)
-        for line, orders in own.items():
-            reads = [*map(partial(between, process), orders, orders[1:])]
-            found.setdefault(line, []).append((orders, reads))
-    for line, lists in found.items():
-        size = lists[0][0][0].size
-        rows = [*zip(*(orders for orders, _ in lists), strict=False)]
-        other = [len({x.value for x in row}) > 1 for row in rows]
-        alike = {(x.size, x.step - row[0].step) for row in rows for x in row}
-        counts = [x for _, reads in lists for x in reads]
-        fits = all(
-            count > 3 * batch and -batch < count - size / ranks <= ranks
-            for count, batch in counts
-        )
-        if len(lists) == ranks > 1 and alike == {(size, 0)} and counts and fits:
-            if all(other):
-                text = f"{line} draws a different order of {size:,} on each rank, "
-                return f"{text}and a rank reads about {counts[0][0]:,} of them"
+    for line in {one.place: 0 for one in job.of(Order)}:
+        lists = [[x for x in p.of(Order) if x.place == line] for p in job.processes]
+        rows, counts = [*zip(*lists, strict=False)], []
+        if len({(len(row), x.size) for row in rows for x in row}) != 1:
+            continue
+        for process, own in zip(job.processes, lists, strict=True):
+            counts += [between(process, *pair) for pair in pairwise(own)]
+        size, part = rows[0][0].size, rows[0][0].size / len(lists)
+        other = all(len({x.value for x in row}) > 1 for row in rows)
+        fit = [n > 3 * b and -b < n - part <= len(lists) for n, b in counts]
+        if counts and other and all(fit):
+            text = f"{line} draws a different order of {size:,} on each rank, and a "
+            return f"{text}rank reads about {counts[0][0]:,} of them"
     return ""
 
 
@@ -288,15 +278,6 @@ def between(process, one: Order, other: Order) -> tuple[int, int]:
     own = [x for x in process.of(Input) if one.step <= x.step < other.step]
     sizes = [len(x.rows) for x in own]
     return sum(sizes), max(sizes, default=0)
-
-
-def other_orders(job: Job, least: int) -> str:
-    """Return a line that draws different orders on the ranks, or "" for none."""
-    for row in job.rows(Order):
-        same = len({one.place for one in row}) == 1 and row[0].size > least
-        if same and len({one.value for one in row}) > 1:
-            return row[0].place
-    return ""
 
 
 def same_generators(job: Job) -> tuple[bool, str]:

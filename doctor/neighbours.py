@@ -5,8 +5,7 @@ from array import array
 from collections import Counter
 from dataclasses import field
 from itertools import accumulate, chain, combinations, pairwise
-from math import dist
-from operator import itemgetter, ne
+from operator import ne
 
 from .event import Event
 from .job import Job
@@ -17,8 +16,6 @@ from .objects import indices
 from .record import recorder, torch
 from .sample import digest, hashes, positions, rows_of
 from .watcher import Watcher
-
-NEARER = 0.6  # see neighbours()
 
 
 class Input(Event, limit=5000):
@@ -134,11 +131,9 @@ def contents(job: Job) -> list[list[array]]:
     for process, own in zip(job.processes, lists, strict=True):
         known = {one.step: one.values for one in reversed(process.of(Targets))}
         labels.append([known.get(one.step, ()) for one in own])
-    for marks in (rows, labels):
-        alone = [agree(*one) for one in zip(names, marks, strict=True)]
-        if all(alone):  # or else, augmentation changes the contents
-            return names if agree(sum(names, []), sum(marks, [])) else rows
-    return rows
+    if all(map(agree, names, rows)):  # augmentation does not change the contents
+        labels = rows
+    return names if agree(sum(names, []), sum(labels, [])) else rows
 
 
 def agree(names: list[array], marks: list) -> bool:
@@ -185,61 +180,6 @@ def other_targets(job: Job) -> bool:
     """Return whether two ranks have different targets in most steps."""
     rows = [[sorted(one.values) for one in row] for row in job.rows(Targets)]
     return sum(any(map(ne, row, row[1:])) for row in rows) > len(rows) / 2
-
-
-def near_twins(job: Job) -> str:
-    """Return a message if augmented inputs show that ranks share samples, else "".
-
-    If the ranks share no samples, an input's nearest neighbour is as likely to be on
-    its own rank as on another rank.
-    """
-    lists = inputs(job)
-    rows = [x for own in lists for one in own for x in one.rows]
-    if len({*rows}) < 0.5 * len(rows):
-        return ""  # inputs do not change
-    whole = any(one.whole for own in lists for one in own)
-    gap = (lambda a, b: sum(map(ne, a, b))) if whole else dist
-    batches, found = min(map(len, lists)), []
-    for part in (batches // 4, 2 * batches // 5, batches):  # epochs are not known
-        ranks = []
-        for own in lists[:4]:
-            steps = enumerate(own[:part])
-            few = [(k, n, x) for k, one in steps for n, x in enumerate(one.few)]
-            ranks.append(few[: 400 if whole else 800])
-        if part > 7 and min(map(len, ranks)) >= 100:
-            found += [neighbours(ranks[0], other, gap) for other in ranks[1:]]
-    share, errors, there, near = max(found, key=itemgetter(1), default=(0, 0, 0, 0))
-    if errors < 5 or share < 0.15 or near > 0.5 and there < 0.9:
-        return ""  # neighbours in time, such as frames, may be on different ranks
-    same = " in the same step" * (there >= 0.9)
-    text = f"about {share:.0%} of a rank's inputs are also read by another rank{same}, "
-    return f"{text}and then changed at random ({errors:.0f} standard errors)"
-
-
-def neighbours(one: list[tuple], other: list[tuple], gap) -> tuple:
-    """Compare two ranks' inputs, each given as (batch, position, numbers).
-
-    Samples count if one rank's nearest is much nearer than the other rank's.
-
-    Returns:
-        The share of samples that both ranks read; how many standard errors it is above
-        0; how often two neighbours have the same position in the same step; and how
-        often their distance in steps is one of the three commonest (in a time series).
-    """
-    wins = losses = there = 0
-    apart = Counter()
-    for number, spot, row in one:
-        own = min(gap(row, x) for m, n, x in one if (m, n) != (number, spot))
-        least, m, n = min((gap(row, x), m, n) for m, n, x in other)
-        won = least < NEARER * own
-        wins, losses = wins + won, losses + (own < NEARER * least)
-        there += won and (m, n) == (number, spot)
-        apart[m - number] += won
-    odds, most = len(other) / (len(one) - 1), max(1, wins)
-    error = 1.3 * (0.25 / max(1, wins + losses)) ** 0.5  # neighbours come in pairs
-    excess = wins / max(1, wins + losses) - odds / (1 + odds)
-    near = sum(count for _, count in apart.most_common(3)) / most
-    return (wins - losses * odds) / len(one), excess / error, there / most, near
 
 
 def recurring(epochs: list) -> int:

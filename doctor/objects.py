@@ -23,8 +23,8 @@ class Objects:
     """Networks, the script's variables, and the objects of its own classes."""
 
     def __init__(self):
-        self.found = None  # weak references to the objects, and names
-        self.networks = []  # weak references to all outermost networks
+        self.found = None  # names and weak references of objects
+        self.networks = []  # the same for all outermost networks
 
     def search(self) -> None:
         """Search all Python objects for the script's own; this can take a second."""
@@ -34,7 +34,8 @@ class Objects:
         self.found = [(type(one).__name__, weakref.ref(one)) for one in own]
         own = [one for one in every if issubclass(type(one), torch.nn.Module)]
         inner = {id(x) for one in own for x in one.children()}
-        self.networks = [weakref.ref(one) for one in own if id(one) not in inner]
+        own = [one for one in own if id(one) not in inner]
+        self.networks = [(type(one).__name__, weakref.ref(one)) for one in own]
 
     def tensors(self, weights: dict) -> dict:
         """Return {name: a few numbers} for tensors whose ids are not in `weights`.
@@ -47,14 +48,14 @@ class Objects:
         for kind, reference in self.found:
             if own := getattr(reference(), "__dict__", None):
                 owners.append((f"{kind}.", own))
-        for network in filter(None, (one() for one in self.networks)):
-            own = dict(network.named_parameters())
+        for kind, reference in self.networks:
+            own = dict(getattr(reference(), "named_parameters", dict)())
             if not any(id(one) in weights for one in own.values()):
                 own = {name: one.detach() for name, one in own.items()}
-                owners.append((f"{COPY}{type(network).__name__}.", own))
+                owners.append((f"{COPY}{kind}.", own))
         for name, values in scopes(sys._getframe()):
             if name != "<module>":
-                owners.append((f"{name}().", {k: x for k, x in values.items()}))
+                owners.append((f"{name}().", {**values}))
             del values
         found = {}
         for prefix, own in owners:
@@ -142,15 +143,12 @@ def indices(frame: FrameType | None, count: int) -> array | None:
     best, most = None, 0.7 * count
     for _, values in scopes(frame):
         for one in [*values.values()]:
-            if type(one) is torch.Tensor and not one.is_floating_point():
-                own = one.tolist() if one.is_cpu and one.shape == (count,) else ()
-            elif type(one).__name__ == "ndarray" and one.dtype.kind == "i":
-                own = one.tolist() if one.shape == (count,) else ()
-            else:
-                own = one if type(one) in (list, tuple) and len(one) == count else ()
-            if own and all(type(x) is int for x in own) and max(own) >= count:
-                if len({*own}) > most:
-                    best, most = array("q", own), len({*own})
+            if type(one).__name__ in ("Tensor", "ndarray") and one.shape == (count,):
+                one = one.tolist() if getattr(one, "is_cpu", True) else ()
+            if type(one) in (list, tuple) and len(one) == count > 0:
+                whole = all(type(x) is int for x in one) and max(one) >= count
+                if whole and len({*one}) > most:
+                    best, most = array("q", one), len({*one})
         del values
     return best
 

@@ -12,6 +12,7 @@ from array import array
 from dataclasses import replace
 from math import inf
 from operator import add
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from test_doctor_steps import event, judged, made, one_pass
 from torch.utils.data import DataLoader, TensorDataset
 
 import doctor.laws  # noqa: F401  its checks
-from doctor.draws import Drawn, Made, Own
+from doctor.draws import Drawn, Made, Order, Own, shuffled
 from doctor.event import KINDS, Exit, Failed, Joins, Waits
 from doctor.job import Job, Process, read
 from doctor.laws.losses import Term
@@ -38,7 +39,7 @@ from doctor.loaders import Batch, Epoch, EpochEnd, Loaders
 from doctor.moments import Step
 from doctor.neighbours import Input, Targets
 from doctor.numbers import numbers, results
-from doctor.objects import count_of, variables
+from doctor.objects import count_of, indices, variables
 from doctor.reads import Feed
 from doctor.record import PASSES, Recorder
 from doctor.results import Measured as Result
@@ -182,7 +183,7 @@ def test_samples_whose_contents_differ(names, change, wanted):
 def test_masks_that_ranks_draw_alike_with_their_own_generators(seeds):
     ranks, same = [loop([*range(n, 480, 2)], 0) for n in (0, 1)], seeds == (1, 1)
     for own, draws in zip(ranks, map(random.Random, seeds), strict=True):
-        for one in own:
+        for one in each(Input, [own]):
             one.few = [[x * (draws.random() > 0.3) for x in row] for row in one.few]
     assert ("the same places" in str(state(report(*ranks), 3).not_judged)) is same
     scans = [Own(states=[n]) for n in (1, 2)]
@@ -279,7 +280,10 @@ def loop(order, noise=0.1, batch=12):
         own = order[batch * step : batch * step + batch]
         few = [[x + noise * draws.random() for x in rows[i]] for i in own]
         keys = array("q", [hash(str(one)) // 9 for one in few])
-        found.append(event(Input, step, rows=keys, few=few))
+        ids = array("q", own) if noise else None
+        found.append(event(Input, step, rows=keys, few=few, indices=ids))
+        values = array("d", [round(9 * rows[i][0]) for i in own])
+        found += [Targets(count=batch, values=values, step=step)] * (noise > 0)
     return found
 
 
@@ -294,7 +298,7 @@ AGAIN = [[one[n + (n % 6 == 0)] for n in range(480)] for one in ORDERS[:2]]
 @pytest.mark.parametrize(
     ("ranks", "noise", "wanted", "words"),
     [
-        # Noise makes all contents distinct, but samples have neighbors
+        # Noise makes all contents distinct, but a variable holds the indices
         (FIRST, 0.1, set(), ""),
         ([FIRST[0], SECOND[1]], 0.1, {"left_out"}, ""),
         # Two epochs; in the last of them, the ranks exchange their files
@@ -319,10 +323,38 @@ def test_the_samples_of_a_loop(ranks, noise, wanted, words):
 @pytest.mark.parametrize("later", [7, 8])
 def test_a_loop_that_draws_the_same_order_again(later):
     ranks = [loop(ORDERS[0][n::2] * 2, noise=0) for n in (0, 1)]
-    drawn = {"name": "randperm", "place": "a.py:5", "size": 480, "permutes": True}
     for own in ranks:
-        own += [event(Drawn, n, **drawn, value=x) for n, x in ((0, 7), (20, later))]
+        drawn = (0, 7), (20, later)
+        own += [event(Order, n, place="a.py:5", size=480, value=x) for n, x in drawn]
     assert named(report(*ranks, steps=40)) == ({"same_order"} if later == 7 else set())
+
+
+@pytest.mark.parametrize(
+    ("size", "seeds", "wanted"),
+    [(240, (1, 2), {"left_out"}), (240, (1, 1), set()), (120, (1, 2), set())],
+)
+def test_ranks_that_read_parts_of_their_own_orders(size, seeds, wanted):
+    """Each rank reads 120 samples per draw; it may shuffle its own 120 samples."""
+    ranks = [loop([*range(n, 480, 2)], 0) for n in (0, 1)]
+    for own, seed in zip(ranks, seeds, strict=True):
+        for n in (0, 10):
+            own.append(event(Order, n, place="a.py:5", size=size, value=n + seed))
+    assert named(report(*ranks)) == wanted
+
+
+def test_things_that_are_shuffled():
+    assert shuffled([[3, 0], [2, 1]]) == (4, [3, 0, 2, 1])  # batches of indices
+    assert shuffled([(0, 7), (1, 7)])[0] == 2 and shuffled([Path()])[0] == 0
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_the_variable_that_holds_a_batchs_indices(found):
+    def step(positions, labels, few):  # pytest adds locals() to functions with assert
+        return indices(sys._getframe(), 8)
+
+    few = [3, 1, 4, 15, 9, 2, 6, 5] if found else []
+    seen = step(torch.arange(8), [17] * 8, torch.tensor(few))
+    assert [*(seen or ())] == few
 
 
 @pytest.mark.parametrize("names", [True, False])

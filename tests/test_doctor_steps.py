@@ -23,7 +23,7 @@ from doctor.laws.checkpoints import Checkpoints, Cut, Saved, cut
 from doctor.laws.files import Opened
 from doctor.laws.losses import Losses, outer
 from doctor.laws.losses import terms as read_terms
-from doctor.laws.modes import Mode, Validation
+from doctor.laws.modes import Dropped, Mode, Validation
 from doctor.laws.passes import Passes, Update
 from doctor.laws.ranks import Measured
 from doctor.laws.resume import Begins, Restored, Resumed, Resumes
@@ -566,6 +566,22 @@ def test_statistics_that_each_rank_updates_by_its_own_samples(start, apart):
     assert law(judged(*ranks), 4) == wanted
 
 
+@pytest.mark.parametrize(
+    ("name", "wanted"), [("Codes.c", 1), ("copy Net.w", 1), ("f().c", 0)]
+)
+def test_tensors_that_only_one_rank_updates_leave_a_doubt(name, wanted):
+    first = [1.0, 2, 3, 5]
+    ranks = both(lambda r, n: [x + n * r for x in first], what="kept", names=[name])
+    ranks = [own + states(*[[1.0]] * 12) for own in ranks]
+    assert law(judged(*ranks), 4) == ("not judged" if wanted else "held")
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_dropout_that_the_script_calls_itself(last):
+    own = [event(Dropped, n, training=n < 2 or last, place="a.py:5") for n in range(4)]
+    assert named(judged(own, own)) == ({} if last else {"eval_mode": "RISK"})
+
+
 class Part:
     """A (4, 4) weight of which each process has two rows, as with FSDP2."""
 
@@ -592,6 +608,10 @@ def test_tensors_of_the_scripts_objects_are_found():
     assert id(own.rows) and "Part.rows" not in found.tensors({id(own.rows): 0})
     own.rows = {"w": (own.rows, torch.arange(8.0).numpy())}
     assert {"Part.rows['w'][0]", "Part.rows['w'][1]"} <= {*found.tensors({})}
+    ema = torch.nn.Linear(4, 2)  # an average of weights that never runs
+    found.search()
+    assert "copy Linear.weight" in found.tensors({})
+    assert not [x for x in found.tensors({id(ema.bias): 0}) if "copy Linear" in x]
 
 
 def test_equal_names_are_numbered_alike_on_all_ranks(monkeypatch):

@@ -158,8 +158,8 @@ def eval_mode(job):
     Not a mistake if: dropout and batch norm are meant to behave this way.
     """
     called = job.processes[0].of(Dropped)
-    events = job.of(Mode) + job.of(Validation) + called
-    need(events, "no batch norm or dropout layer ran")
+    ran = job.of(Mode) or job.of(Validation) or called
+    need(ran, "no batch norm or dropout layer ran")
     steps = {one.step for one in job.processes[0].of(Step) if one.watched}
     own = [one for one in layers(job) if one.lives]
     trains = {n for one in own for n in one.ran.get("train", ())}

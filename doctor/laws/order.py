@@ -6,7 +6,7 @@ from statistics import median
 
 from ..draws import Order
 from ..job import Job
-from ..law import RISK, WRONG, Breach, NotJudged, check, several
+from ..law import RISK, WRONG, Breach, Doubt, NotJudged, check, several
 from ..loaders import Epoch, EpochEnd
 from ..moments import Step
 from ..neighbours import before_a_repeat, contents, tells
@@ -34,12 +34,15 @@ def same_order(job):
     epochs = laps(job) if loop else [one.ranks[0] for one in loaded(job)]
     if len(epochs) < 2:
         raise NotJudged("fewer than two epochs of training were seen: see --short")
-    for (number, one), (later, other) in combinations(enumerate(epochs), 2):
+    pairs = combinations(enumerate(epochs), 2)
+    for (number, one), (later, other) in sorted(pairs, key=lambda x: x[1][0] - x[0][0]):
         if [*map(list, one)] != [*map(list, other)] or len(one) < 2 + loop:
             continue
         what = f"epochs {number} and {later} have the same {len(one)} batches per "
         what += "rank in the same order"
         flat = [x for batch in one for x in batch]
+        if later > number + 1:
+            raise Doubt(what)  # perhaps training begins again
         known = same_permutation(job) if loop else max(flat) < 2**40  # no hashes
         known = known and (loop or not job.processes[0].loader().stream)
         mend = "Shuffle the training samples, in a different order in each epoch."

@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..draws import other_orders, parts_of_orders
+from ..draws import parts_of_orders
 from ..event import Event
 from ..job import Job
 from ..law import (
@@ -22,7 +22,7 @@ from ..law import (
 )
 from ..loaders import Pass, inside
 from ..moments import Step
-from ..neighbours import near_twins, other_targets
+from ..neighbours import other_targets
 from ..reads import MORE, Feed, Reads, broken, feeds, interleaved, loaded, looped
 from ..record import recorder, wrap
 from ..signature import different, other_contents, plain, relabelled, signature
@@ -212,9 +212,6 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
             extra, mend = mechanism(job, one, held != [])
             yield Breach(what + extra, place, facts=one, mend=mend)
             return
-        if loop and not one.ids and (what := near_twins(job)):
-            yield Breach(what, place, facts=one, mend=mechanism(job, one)[1])
-            return
         drawn = counts["within"] or any(x.repeats for x in one.feeds)
         if one.index and drawn:
             raise NotJudged("the sampler draws samples with replacement")
@@ -271,10 +268,8 @@ def mechanism(job: Job, one: Reads, later=False) -> tuple[str, str]:
         mend = "Begin at rank * batch size, and move by world_size * batch size"
         return extra, f"{mend} in each step, or read order[rank::world_size]."
     if not one.feeds:
-        line = other_orders(job, 2 * one.batch)
-        extra = f"; {line} draws a different order on each rank" * bool(line)
         mend = "If batches are drawn at random, seed each rank differently."
-        return extra, f"{DIVIDE}. {mend}"
+        return "", f"{DIVIDE}. {mend}"
     first, loader = one.feeds[0], job.processes[0].loader(one.loader)
     for name in SETTINGS if first.divides else ():
         values = [x.sampler.get(name) for x in one.feeds]
