@@ -224,7 +224,7 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
     if unsure:
         raise NotJudged(unsure)
     short = [one.text for one in epochs[1:] if not one.whole]
-    if epochs[0].loader is not None and len(short) > 1:
+    if epochs[0].feeds and len(short) > 1:
         reads = [x for one in epochs for own in one.all for x in own]
         what = f"{len(short)} passes over the loader end early; the passes read "
         what += f"{len(reads):,} samples, {len({*reads}):,} distinct ones"
