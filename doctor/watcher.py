@@ -109,10 +109,7 @@ def tell(moment: str, *args) -> None:
 
 
 def watch(metrics) -> None:
-    """Let watchers see what scikit-learn's metrics return.
-
-    The script may import these before PyTorch, without which there are no watchers.
-    """
+    """Let watchers see the results of scikit-learn's metrics."""
 
     def told(name, call):
         @functools.wraps(call)

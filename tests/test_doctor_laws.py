@@ -766,11 +766,10 @@ def test_a_metric_that_is_averaged_over_the_ranks(name, size, wrong, right):
 def test_metrics_of_parts_of_the_data(calls, printed, wanted):
     ranks, more = [[], []], {"name": "f1_score", "place": "a.py:4", "count": 9}
     for step in range(3):
-        for rank, row in enumerate(calls):
+        for own, row in zip(ranks, calls, strict=True):
             for passes, (value, truth) in enumerate(row):
                 one = {"value": value + step / 20, "truth": truth, "passes": passes}
-                one |= {"step": step, "rank": rank, "time": 0.5}
-                ranks[rank].append(event(Scored, **more, **one))
+                own.append(event(Scored, step, **more, **one, time=0.5))
         text = f"val F1 {printed + step / 20:.4f}"
         ranks[0].append(Printed(text=text, place="a.py:6", step=step, time=1.0))
     found = [x.what for x in report(*ranks).findings if x.check == "partial_metric"]
