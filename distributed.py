@@ -77,8 +77,6 @@ def main(args: Namespace) -> None:
 
     raw_model = build_model(args, train_set.classes, rank)
     raw_model = raw_model.to(device, memory_format=torch.channels_last)
-    if args.compile:
-        raw_model.compile()
     lr = args.lr * args.global_batch_size / 256  # https://arxiv.org/abs/1706.02677
     optimizer = torch.optim.SGD(
         raw_model.parameters(), lr, args.momentum, weight_decay=args.weight_decay

@@ -1,7 +1,6 @@
 """Train an ImageNet classifier with Horovod, one process per GPU.
 
-horovodrun or mpirun starts the processes. hvd.DistributedOptimizer averages the
-gradients over NCCL, MPI or Gloo while the backward pass is still running.
+horovodrun or mpirun starts the processes. DistributedOptimizer averages gradients.
 
     horovodrun --gloo -np 4 python horovod_distributed.py --data /path/to/imagenet
     mpirun -np 4 --bind-to none python horovod_distributed.py --data /path/to/imagenet
@@ -69,8 +68,6 @@ def main(args: Namespace) -> None:
 
     raw_model = build_model(args, train_set.classes, rank)
     raw_model = raw_model.to(device, memory_format=torch.channels_last)
-    if args.compile:
-        raw_model.compile()
     lr = args.lr * args.global_batch_size / 256  # https://arxiv.org/abs/1706.02677
     optimizer = torch.optim.SGD(
         raw_model.parameters(), lr, args.momentum, weight_decay=args.weight_decay

@@ -74,8 +74,6 @@ def main(args: Namespace) -> None:
 
     raw_model = build_model(args, train_set.classes, rank)
     raw_model = raw_model.to(device, memory_format=torch.channels_last)
-    if args.compile:
-        raw_model.compile()
     lr = args.lr * args.global_batch_size / 256  # https://arxiv.org/abs/1706.02677
     optimizer = torch.optim.SGD(
         raw_model.parameters(), lr, args.momentum, weight_decay=args.weight_decay
@@ -230,15 +228,12 @@ if __name__ == "__main__":
         set_up_cuda(args.nprocs)  # in the parent, which prints errors only once
     if args.dist_url is None:
         # The processes meet through a file in memory, so no other machine can connect
-        meeting = os.memfd_create("meeting")
-        args.dist_url = f"file:///proc/{os.getpid()}/fd/{meeting}"
+        args.dist_url = f"file:///proc/{os.getpid()}/fd/{os.memfd_create('meeting')}"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # like torchrun
     try:
         mp.spawn(worker, args=(args,), nprocs=args.nprocs)
-    except mp.ProcessExitedException as error:
-        if error.exit_code != 2:  # 2: UserError, which the process has printed
-            raise
-        raise SystemExit(2) from None
+    except mp.ProcessExitedException as error:  # 2: it has printed a UserError
+        raise SystemExit(2 if error.exit_code == 2 else str(error)) from None
 # [/start]

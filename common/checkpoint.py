@@ -123,10 +123,9 @@ class Checkpoint:
     def record_epoch(self, val: dict[str, float], speed: dict[str, float]) -> None:
         """Finish the epoch; record its averages, validation averages, and `speed`."""
         train = averages(self.sums)
-        record = {"epoch": self.epoch, "steps": self.step}
-        record["images"] = train.pop("images")
-        record |= {f"train_{name}": value for name, value in train.items()}
-        record |= {f"val_{name}": value for name, value in val.items()}
+        record = {"epoch": self.epoch, "steps": self.step, "images": train["images"]}
+        record |= {f"train_{name}": x for name, x in train.items() if name != "images"}
+        record |= {f"val_{name}": x for name, x in val.items()}
         self.records.append(record | speed)
         self.epoch, self.step, self.sums = self.epoch + 1, 0, {}
 

@@ -18,7 +18,6 @@ def one_line_errors() -> Iterator[None]:
     """Print a UserError as one line and exit with status 2.
 
     Under torchrun, one process writes its line to a file; torchrun prints it last.
-    All other exceptions keep their traceback.
 
     Source: https://docs.pytorch.org/docs/stable/elastic/errors.html
     """

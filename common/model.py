@@ -23,10 +23,10 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 def build_model(args: Namespace, classes: Sequence[str], rank: int) -> nn.Module:
     """Build `args.arch`, which maps (B, 3, S, S) images to (B, len(classes)) outputs.
 
-    The initial weights depend only on the seed, so that all processes have the same
-    weights. --pretrained then copies torchvision's weights where they fit; rank 0
-    prints which do not fit. Raises UserError if torchvision has no such model or
-    weights, or if --evaluate would use weights that do not fit.
+    The initial weights depend only on the seed, so they are the same in all processes.
+    --pretrained then copies torchvision's weights where they fit; rank 0 prints which
+    do not fit. With --compile, the first batch compiles the model. Raises UserError if
+    torchvision lacks this model or its weights, or if --evaluate's weights do not fit.
     """
     options: dict = {"num_classes": len(classes)}
     if args.arch.startswith("vit_"):
@@ -36,6 +36,8 @@ def build_model(args: Namespace, classes: Sequence[str], rank: int) -> nn.Module
     torch.manual_seed(args.seed)
     try:
         model = models.get_model(args.arch, **options)
+        if args.compile:
+            model.compile()
         if not args.pretrained:
             return model
         found = models.get_model(args.arch, weights="DEFAULT").state_dict()
