@@ -1,4 +1,4 @@
-"""Law 7: printed results are true. Checks sums over all ranks."""
+"""Law 7: printed results are true. Checks sums over all ranks and metrics of parts."""
 
 import re
 from collections import Counter, defaultdict
