@@ -302,11 +302,8 @@ class Results(Watcher):
 
 
 def best_of(scores):
-    """Return the classes with the highest scores, best first: (N, at most 10).
-
-    Scores in half precision have ties, in whose order the usual topk(5) may differ.
-    """
-    most = 10 if scores.element_size() > 2 else 5
+    """Return the classes with the highest scores, best first: (N, at most 10)."""
+    most = 10 if scores.element_size() > 2 else 5  # ties: topk(10) and topk(5) differ
     return scores.topk(min(most, scores.size(1))).indices
 
 

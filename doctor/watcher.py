@@ -109,16 +109,13 @@ def tell(moment: str, *args) -> None:
 
 
 def watch(metrics) -> None:
-    """Let watchers see what scikit-learn's metrics return.
+    """Let watchers see the results of scikit-learn's metrics."""
 
-    The script may import these before PyTorch, without which there are no watchers.
-    """
-
-    def told(call):
+    def told(name, call):
         @functools.wraps(call)
         def wrapped(*args, **kwargs):
             result = call(*args, **kwargs)
-            tell("on_metric", call.__name__, args, kwargs, result)
+            tell("on_metric", name, args, kwargs, result)
             return result
 
         wrapped.__module__ = metrics.__name__  # where pickle finds it
@@ -128,4 +125,4 @@ def watch(metrics) -> None:
         with contextlib.suppress(Exception):  # a class without a signature
             call = getattr(metrics, name)
             if [*inspect.signature(call).parameters][0] == "y_true":
-                setattr(metrics, name, told(call))
+                setattr(metrics, name, told(name, call))

@@ -13,6 +13,7 @@ from dataclasses import replace
 from math import inf
 from operator import add
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ from doctor.laws.samples import Divided
 from doctor.laws.targets import Contrast
 from doctor.laws.time import Spans
 from doctor.loaders import Batch, Epoch, EpochEnd, Loaders
+from doctor.metrics import Scored
 from doctor.moments import Step
 from doctor.neighbours import Input, Targets
 from doctor.numbers import numbers, results
@@ -46,6 +48,7 @@ from doctor.results import Measured as Result
 from doctor.results import Printed, Results
 from doctor.sample import hashes, positions
 from doctor.signature import _array, different
+from doctor.watcher import watch
 
 PASS = {"loader": 0, "epoch": 0}
 HALVES = [*range(0, 64, 2)], [*range(1, 64, 2)]
@@ -584,6 +587,23 @@ def test_comparisons_do_not_wait_for_a_gpu(monkeypatch):
     assert [sum(one.values) for one in found if one.what == "hits"] == [40, 0, 40]
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_top_k_accuracies_of_a_loop(turned, monkeypatch):
+    watcher, found, labels = Results(), [], torch.arange(40) % 7
+    monkeypatch.setattr("doctor.results.recorder.write", found.append)
+    scores = torch.rand(40, 7, generator=torch.Generator().manual_seed(0))
+    best, targets = scores.topk(3).indices, labels[:, None]
+    if turned:
+        best, targets = best.t(), labels.view(1, -1).expand(3, 40)
+    with torch.no_grad():
+        watcher.on_output(torch.nn.Identity(), scores, None)
+        right = watcher.equal(torch.eq, best, targets).sum() / 40
+    watcher.read()
+    for k, share, wanted in ((3, right, "held"), (2, 1.0, "not"), (4, right, "not")):
+        line = Printed(text=f"prec@{k} {share:.4f}", place="a.py:8", time=inf)
+        assert state(report([*found, line], steps=0), 7).state.startswith(wanted)
+
+
 def test_records_of_a_job_without_steps_are_limited():
     watched = Recorder()
     assert watched.watching and max(one.limit for one in KINDS.values()) <= 10**6
@@ -760,8 +780,70 @@ def test_a_metric_that_is_averaged_over_the_ranks(name, size, wrong, right):
             rank += calls([size * x], step=step, sent=f"{size} x float64")
         text = f"{name}={sum(own) / 2 + 0.01 * right:.4f}"
         ranks[0].append(Printed(text=text, place="a.py:6", step=step, time=1.0))
-    wanted = {"averaged_metric"} if wrong and not right else set()
+    wanted = {"partial_metric"} if wrong and not right else set()
     assert named(report(*ranks)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("calls", "printed", "wanted"),
+    [
+        ([[(0.5, 1), (0.9, 2)], [(0.6, 3)]], 0.7, "mean of f1_score() over"),
+        ([[(0.5, 1), (0.9, 2)], [(0.6, 3)]], 0.82, ""),
+        ([[(0.5, 1)], [(0.9, 3)]], 0.7, "mean of f1_score() over"),
+        ([[(0.5, 1)], [(0.9, 3)]], 0.5, "its own samples only"),
+        ([[(0.5, 1)], [(0.9, 1)]], 0.5, ""),  # of equal labels, as if of all samples
+        ([[(0.7, 1)], []], 0.7, ""),
+    ],
+)
+def test_metrics_of_parts_of_the_data(calls, printed, wanted):
+    ranks, more = [[], []], {"name": "f1_score", "place": "a.py:4", "count": 9}
+    for step in range(3):
+        for own, row in zip(ranks, calls, strict=True):
+            for passes, (value, truth) in enumerate(row):
+                one = {"value": value + step / 20, "truth": truth, "passes": passes}
+                own.append(event(Scored, step, **more, **one, time=0.5))
+        text = f"val F1 {printed + step / 20:.4f}"
+        ranks[0].append(Printed(text=text, place="a.py:6", step=step, time=1.0))
+    found = [x.what for x in report(*ranks).findings if x.check == "partial_metric"]
+    assert len(found) == bool(wanted) and wanted in "".join(found)
+
+
+@pytest.mark.parametrize(
+    ("other", "words", "exchanged", "wanted"),
+    [
+        (40, "val MAE", 0.0, 1),
+        (0, "val MAE", 0.0, 0),  # all ranks evaluate all samples
+        (40, "val MAE", 0.5, 0),  # perhaps it has received the other sums
+        (40, "val MAE of rank 0", 0.0, 0),
+        (40, "train MAE", 0.0, 0),
+        (40, "reward", 0.0, 0),
+    ],
+)
+def test_a_metric_of_one_ranks_own_samples(other, words, exchanged, wanted):
+    ranks = [[], []]
+    for step in range(3):
+        for own, first in zip(ranks, (0, other), strict=True):
+            rows = array("q", range(first, first + 40))
+            own.append(sums("seen", at=0.1, after=step, guesses=rows))
+        line = {"text": f"{words} 0.{step}123", "place": "a.py:6", "step": step}
+        ranks[0].append(Printed(**line, time=1.0, exchanged=exchanged))
+    assert named(report(*ranks)) == ({"partial_metric"} if wanted else set())
+
+
+def test_results_of_metrics_are_recorded(monkeypatch):
+    found = []
+    monkeypatch.setattr("doctor.metrics.recorder.write", found.append)
+    metrics = SimpleNamespace(
+        __name__="metrics", __all__=["f1", "rand", "int"], int=int
+    )
+    metrics.f1 = lambda y_true, y_pred, average="": 0.5
+    metrics.rand = lambda labels_true, labels_pred: 0.5
+    watch(metrics)
+    for truth in ([1, 0, 0], [0, 0, 1], [1, 1, 0]):
+        assert metrics.f1(y_pred=[1, 1, 1], y_true=truth) == metrics.rand([1], [1])
+    assert metrics.f1([1], [1], average="samples") == 0.5
+    assert [(one.name, one.count, one.value) for one in found] == [("f1", 3, 0.5)] * 3
+    assert found[0].truth == found[1].truth != found[2].truth
 
 
 @pytest.mark.parametrize(
