@@ -126,6 +126,18 @@ def test_streams_and_divided_networks_are_not_held():
     assert "32 distinct ones of 64 that all epochs have" in found.findings[0].what
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_passes_that_end_early(same):
+    """A pass that begins in each step reads the first batch again."""
+    epochs = [[x[0 if same else 8 * n :][:8] for n in range(4)] for x in HALVES]
+    ranks = [fed(own, 4) for own in epochs]
+    for one in each(EpochEnd, ranks):
+        one.whole = False
+    found = report(*ranks, steps=0)
+    assert named(found) == ({"left_out"} if same else set())
+    assert state(found, 1).state == ("broken" if same else "not judged")
+
+
 def test_what_only_the_last_rank_does_is_named():
     """doctor names the last rank if it has one batch less than the others, or an error."""
     ranks = [fed([*range(n, 120, 3)]) for n in range(3)]

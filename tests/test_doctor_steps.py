@@ -21,12 +21,13 @@ from doctor.laws.alive import LAW as LEARNS
 from doctor.laws.alive import Alive, Weight
 from doctor.laws.checkpoints import Checkpoints, Cut, Saved, cut
 from doctor.laws.files import Opened
+from doctor.laws.gradient import shares_of
 from doctor.laws.losses import Losses, outer
 from doctor.laws.losses import terms as read_terms
 from doctor.laws.modes import Dropped, Mode, Validation
 from doctor.laws.passes import Passes, Update
 from doctor.laws.ranks import Measured
-from doctor.laws.resume import Begins, Restored, Resumed, Resumes
+from doctor.laws.resume import Begins, Loaded, Restored, Resumed, Resumes
 from doctor.laws.schedule import Schedule, length
 from doctor.laws.states import Layout, Replicas, State
 from doctor.laws.time import Spans
@@ -252,6 +253,15 @@ def test_the_weight_of_each_sample_in_a_step(name):
         assert law(report, 5) == "broken"
 
 
+def test_the_shares_of_nearly_equal_gradients():
+    torch.manual_seed(0)
+    passes = torch.randn(64) + 0.01 * torch.randn(3, 64, dtype=torch.float64)
+    used = torch.tensor([4.0, 2, 1], dtype=torch.float64) @ passes
+    assert shares_of(passes.tolist(), used.tolist()) == pytest.approx([4, 2, 1])
+    used += 0.01 * torch.randn(64)
+    assert shares_of(passes.tolist(), used.tolist()) is None
+
+
 def test_the_factors_of_a_loss_are_told():
     terms = (0.7, "mean", 8, 1, 1), (0.04, "sum", 8, 4, 1)
     found = judged(*steps(MEAN, terms=terms)).verdicts[4].not_judged["mean_gradient"]
@@ -334,6 +344,12 @@ def test_weights_that_never_live_are_named():
     dead |= {"cut": False, "module": "tower", "first": 2}
     tower = weights("tower.weight", **dead)
     assert law(judged(*map(add, tower, head)), 6) == "not judged"
+    lost = [one_pass(gathered=("a.py:8", False))]
+    row = (
+        [*a, *b, event(Update, 1, passes=lost)]
+        for a, b in zip(tower, head, strict=True)
+    )
+    assert "dead_weights" in named(judged(*row))
     still = weights("stage.weight", moves=False)
     assert law(judged(*map(add, still, head)), 6) == "not judged"
     bias = weights("head.bias", alive=0)
@@ -666,6 +682,16 @@ def test_tensors_that_a_script_restores_itself_are_not_judged(rest):
     assert not named(found) and law(found, 8) == ("not judged" if rest else "held")
     told = " ".join(page(made(own, own), found).split())
     assert ("2 tensors that no load_state_dict()" in told) == bool(rest)
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_file_that_is_only_read_restores_no_optimizer(used):
+    loaded, restored = (
+        event(Loaded, 1, place="a.py:3"),
+        event(Restored, 2, what="weights"),
+    )
+    found = judged([loaded, *[restored] * used], [])
+    assert named(found) == ({"not_restored": "RISK"} if used else {})
 
 
 @pytest.mark.parametrize("other", [1, 2])
