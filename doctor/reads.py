@@ -219,6 +219,11 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
         samples = None  # the script's own sampler may choose a part of them
     elif all(one.part is not None for one in first):
         samples = len({*chain(*(one.part for one in first))})
+    # A dataset may grow, as in active learning
+    now = {
+        x.epoch: x.samples for x in job.processes[0].of(Epoch) if x.loader == own.loader
+    }
+    now = now if samples == own.samples and not own.stream else {}
     key = "ids" if own.stream and named(lists) else "rows"
     before = lists
     lists, done = resumed(lists, done)
@@ -240,13 +245,13 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
             shortest = min(shortest, first_lap(ranks, own.samples if index else 0))
             ranks = [x[:shortest] for x in ranks]
             text = f"{shortest} batches of {text}"
-        split = batches not in before
+        split, epoch = batches not in before, epochs[count][0][1]
         yield Reads(
             ranks,
             f"{text}, which a resume splits" if split else text,
             whole,
-            total=samples if index or own.stream else None,
-            feeds=feeds(job, number, epochs[count][0][1]) or first,
+            total=now.get(epoch, samples) if index or own.stream else None,
+            feeds=feeds(job, number, epoch) or first,
             index=index,
             loader=number,
             resumed=split,

@@ -13,6 +13,7 @@ LAW = Law(8, "files", "Files are complete, and have one writer")
 WRITES = os.O_WRONLY | os.O_RDWR
 SYSTEM = "/dev/", "/proc/", "/sys/"
 THROUGH = "logging", "pathlib", "shutil", "gzip", "bz2", "lzma", "zipfile"
+WRITERS = "numpy", "pandas", "PIL", "imageio", "soundfile"  # write where one says
 CACHES = "cache", ".lock", "__pycache__"
 
 
@@ -52,7 +53,8 @@ class Files(Watcher):
         if standard and not module.startswith(THROUGH):
             return  # such as code that PyTorch has compiled
         inside = os.path.relpath(path)
-        known = inside.startswith("..") or any(one in inside for one in CACHES)
+        outside = inside.startswith("..") and not module.startswith(WRITERS)
+        known = outside or any(one in inside for one in CACHES)
         if not (installed and known):
             recorder.write(Opened(path=path, place=place(frame)))
 

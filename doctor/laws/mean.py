@@ -58,7 +58,9 @@ def counted(passes: list[dict]) -> bool:
     """Return whether each pass's loss consists of sums, all divided by one number."""
     lists = [known(entry) for entry in passes]
     for found, entry in zip(lists, passes, strict=True):
-        if {x.kind for x in found} != {"sum"} or len(found) < len(entry["terms"]):
+        if {x.kind for x in found} != {"sum"} or len(found) < len(
+            entry.get("terms", ())
+        ):
             return False
     ratios = [[x.factor / (found[0].factor or 1) for x in found] for found in lists]
     return len({*map(len, ratios)}) == 1 and alike(ratios, 0.01)
@@ -86,7 +88,7 @@ def own_mean(column: tuple[Term, ...]) -> bool:
 def several(passes: list[dict], most: int) -> list[tuple[Term, ...]]:
     """Return each term of the losses in all passes, if fewer than `most` are known."""
     columns = [*zip(*map(known, passes), strict=False)]
-    whole = all(len(x["terms"]) == len(columns) < most for x in passes)
+    whole = all(len(x.get("terms", ())) == len(columns) < most for x in passes)
     same = all({x.kind for x in one} in ({"mean"}, {"sum"}) for one in columns)
     return columns if whole and same else []
 

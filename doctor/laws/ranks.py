@@ -12,6 +12,7 @@ from ..moments import Moments
 from ..neighbours import Input, Targets
 from ..reads import feeds
 from ..record import STEPS, place, recorder, torch, wrap
+from ..results import Measured as Evaluated
 from ..sample import GOLDEN, numbers, picked
 from ..watcher import Watcher
 from .replicas import other_network_differs
@@ -185,6 +186,17 @@ def independent(job) -> float:
     return min(counts)
 
 
+def acts(job) -> bool:
+    """Return whether most training inputs were evaluated, without gradients, before."""
+    shares = []
+    for process in job.processes:
+        looks = [one for one in process.of(Evaluated) if one.what == "seen"]
+        seen = {x for one in looks for x in one.guesses}
+        rows = [x for one in process.of(Input) for x in one.rows]
+        shares.append(sum(x in seen for x in rows) / max(1, len(rows)))
+    return min(shares) > 0.5
+
+
 def odds(above: int, count: int) -> float:
     """Return the probability that `count` coin tosses split at least this unevenly."""
     most = max(above, count - above)
@@ -254,6 +266,9 @@ def ranks_differ(job):
                     found.append((name, error, rank, rows[rank], others, above))
     if tested < 1e-3:
         raise NotJudged("the ranks' numbers are the same in all passes")
+    if found and acts(job):
+        text = "the network has evaluated most of its training inputs before, as in "
+        raise NotJudged(f"{text}reinforcement learning: each rank may go its own way")
     if not found and tested > 6:
         raise NotJudged(f"one rank differs slightly ({tested:.1f} standard errors)")
     if not found:
