@@ -20,7 +20,7 @@ from doctor.law import CHECKS, Breach, examine
 from doctor.laws.alive import LAW as LEARNS
 from doctor.laws.alive import Alive, Weight
 from doctor.laws.checkpoints import Checkpoints, Cut, Saved, cut
-from doctor.laws.files import Opened
+from doctor.laws.files import Files, Opened
 from doctor.laws.gradient import shares_of
 from doctor.laws.losses import Losses, outer
 from doctor.laws.losses import terms as read_terms
@@ -484,6 +484,9 @@ def test_what_a_loss_is_divided_by():
     assert (found.factor, found.kind, found.rows) == (0.25, "sum", 4)
     (found,) = read_terms((losses * torch.tensor([0, 0.5, 0.5, 0, 0.5])).sum().grad_fn)
     assert (found.factor, found.kind, found.rows) == (0.5, "sum", 3)
+    kept = torch.tensor([False, True, True, False, True])
+    (found,) = read_terms((losses * kept).sum().grad_fn)
+    assert (found.factor, found.kind, found.rows) == (1.0, "sum", 3)
     total = cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
     (found,) = read_terms((total / torch.tensor([4.0])).sum().grad_fn)
     assert (found.factor, found.kind, found.rows) == (0.25, "sum", 4)
@@ -708,6 +711,16 @@ def test_files_and_optimizers_of_two_ranks(other):
     assert named(judged(*ranks)) == {"several_write": "RISK"}  # perhaps by a library
     ranks[1].append(event(Start, parent="b-1", host="b", environment={}))
     assert law(judged(ranks[0], []), 8) == "held"
+
+
+@pytest.mark.parametrize("package", ["numpy", "another"])
+def test_a_package_may_write_where_the_script_wants(package, monkeypatch):
+    found, space = [], {"__name__": f"{package}.files"}
+    monkeypatch.setattr(recorder, "write", found.append)
+    code = "def write(audit): audit('open', ('/elsewhere/a.dat', '', 2))"
+    exec(compile(code, f"/a/site-packages/{package}.py", "exec"), space)
+    space["write"](Files().audit)
+    assert [one.path for one in found] == ["/elsewhere/a.dat"] * (package == "numpy")
 
 
 def test_the_last_of_freed_weights_is_not_compared():

@@ -225,7 +225,8 @@ def mask_of(node):
     if type(node).__name__ != "MulBackward0":
         return None
     (one, _), (other, _) = node.next_functions
-    return node._saved_self if one is None else node._saved_other if not other else None
+    mask = node._saved_self if one is None else node._saved_other if not other else None
+    return mask * 1 if mask is not None else None  # integers instead of booleans
 
 
 # --- what is read ---
