@@ -560,6 +560,7 @@ def test_accuracies_and_what_they_belong_to_are_read_from_text():
         ("63 of 76 right", "accuracy", 63, 76),
         ("acc: 0.83 (63/76)", "accuracy", 0.83, None),
         ("val err 12.5%", "error", 12.5, None),
+        ("obj 1.2x top1_err=12.5%", "error", 12.5, None),
         ("Acc@1  60.00 ( 50.00)", "accuracy", 50, None),
     ):
         first = next(numbers(text))
