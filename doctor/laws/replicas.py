@@ -10,12 +10,16 @@ from statistics import median
 from ..job import Job
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, NotJudged, check, need, several
 from ..moments import Step
-from ..objects import COPY
+from ..objects import COPY, LAYER
 from .checkpoints import Saved
 from .meeting import collectives_differ
 from .resume import Resumed
 from .states import LAW, Layout, State
 
+BUFFER = (
+    "DDP does not broadcast a plain attribute: register this tensor as a buffer, or "
+    "draw it with the same seed on all ranks."
+)
 NONE = "no step with unsharded weights was seen on all ranks"
 
 
@@ -236,7 +240,7 @@ def buffers_differ(job):
 
 @check(LAW, RISK, causes=APART, read="pitfall 11")
 def tensors_drift(job):
-    """The script keeps and updates a tensor whose copies on the ranks drift apart.
+    """The ranks have different copies of a tensor that is no weight or buffer.
 
     Update this tensor with equal numbers on every rank: all_reduce() or broadcast() all
     numbers, including those that are drawn at random or that replace unused entries.
@@ -244,6 +248,7 @@ def tensors_drift(job):
     """
     several(job)
     states, found, unsure = states_of(job, "first", "kept"), [], []
+    layers = []
     states += states_of(job, "step", "kept")
     states = [(own[0].step + 1, [x.rows() for x in own]) for own in states]
     for name in {x for _, row in states for x in row[0]}:
@@ -251,6 +256,12 @@ def tensors_drift(job):
         values = [[x[name] for x in row] for _, row in own]
         same = [alike(x, 1e-5) for x in values]
         agreed = same.index(False) if False in same else 0
+        fixed = all(x == values[0] for x in values) and not any(same[:1])
+        if name.startswith(LAYER) and fixed and len(values) > 2:
+            if states[0][0] == own[0][0] == 1 and len({*values[0][0]}) > 3:
+                layers.append(name)
+            else:  # such as a cache, or a mask
+                unsure.append(name)
         count = sum(a != b for a, b in pairwise(values[:agreed]))
         if name.startswith(COPY) and not any(same[-5:]) and len(same) > 9:
             unsure.append(name)  # perhaps only one rank's copy is used
@@ -270,6 +281,10 @@ def tensors_drift(job):
         names = listed(sorted(x[1] for x in found))
         what = f"{names} are equal on all ranks until step {min(found)[0]}, then differ"
         yield Breach(what, job.of(Step)[0].place)
+    if layers:
+        what = "the ranks have different numbers, which never change, in "
+        what += listed(sorted(layers))
+        yield Breach(what, job.of(Step)[0].place, mend=BUFFER)
     if unsure:
         text = "differ between the ranks, perhaps because they are each rank's own"
         raise Doubt(f"{listed(sorted(unsure))} {text}")
