@@ -75,9 +75,9 @@ class Alive(Watcher):
         self.alive.update(sampled)
         self.nonzero |= sampled
         for weight in own:
-            state = optimizer.state.get(weight, {}).items()  # "step" is a scalar, too
-            same = [x for name, x in state if name != "step" and torch.is_tensor(x)]
-            same = [x for x in same if x.shape == weight.shape]
+            # The step is no copy of a scalar weight
+            state = (optimizer.state.get(weight, {}) | {"step": None}).values()
+            same = [x for x in state if getattr(x, "shape", None) == weight.shape]
             if any(x.element_size() > weight.element_size() for x in same):
                 self.copied.add(id(weight))
         # Few rows of an embedding get gradients
