@@ -55,9 +55,9 @@ class Objects:
                 copies.append((f"{COPY}{kind}.", own))
         for kind, reference in self.found:
             if own := getattr(one := reference(), "__dict__", None):
-                used = used_by(type(one)) & own.keys() if id(one) in layers else ()
-                owners.append((f"{LAYER}{kind}.", {name: own[name] for name in used}))
-                owners.append((f"{kind}.", {k: own[k] for k in own if k not in used}))
+                used = used_by(type(one)) if id(one) in layers else ()
+                for name, x in [*own.items()]:
+                    owners.append((f"{LAYER * (name in used)}{kind}.", {name: x}))
         owners += copies
         for name, values in scopes(sys._getframe()):
             if name != "<module>":
@@ -75,12 +75,11 @@ class Objects:
 
 def used_by(kind: type) -> set[str]:
     """Return the names in the code of a layer's forward() and of methods it calls."""
-    names, methods = {"forward"}, ["forward"]
-    for method in methods:
-        code = getattr(getattr(kind, method, None), "__code__", None)
-        methods += {*getattr(code, "co_names", ())} - names
-        names |= {*methods}
-    return names
+    names = ["forward"]
+    for name in names:
+        code = getattr(getattr(kind, name, None), "__code__", None)
+        names += {*getattr(code, "co_names", ())} - {*names}
+    return {*names}
 
 
 def nested(value, key: str, depth: int) -> Iterator[tuple]:

@@ -16,10 +16,6 @@ from .meeting import collectives_differ
 from .resume import Resumed
 from .states import LAW, Layout, State
 
-BUFFER = (
-    "DDP does not broadcast a plain attribute: register this tensor as a buffer, or "
-    "draw it with the same seed on all ranks."
-)
 NONE = "no step with unsharded weights was seen on all ranks"
 
 
@@ -244,11 +240,11 @@ def tensors_drift(job):
 
     Update this tensor with equal numbers on every rank: all_reduce() or broadcast() all
     numbers, including those that are drawn at random or that replace unused entries.
+    Register a layer's constant as a buffer before DDP wraps the network.
     Not a mistake if: the ranks are meant to have their own values of this tensor.
     """
     several(job)
-    states, found, unsure = states_of(job, "first", "kept"), [], []
-    layers = []
+    states, found, unsure, layers = states_of(job, "first", "kept"), [], [], []
     states += states_of(job, "step", "kept")
     states = [(own[0].step + 1, [x.rows() for x in own]) for own in states]
     for name in {x for _, row in states for x in row[0]}:
@@ -258,10 +254,8 @@ def tensors_drift(job):
         agreed = same.index(False) if False in same else 0
         fixed = all(x == values[0] for x in values) and not any(same[:1])
         if name.startswith(LAYER) and fixed and len(values) > 2:
-            if states[0][0] == own[0][0] == 1 and len({*values[0][0]}) > 3:
-                layers.append(name)
-            else:  # such as a cache, or a mask
-                unsure.append(name)
+            sure = states[0][0] == own[0][0] == 1 and len({*values[0][0]}) > 3
+            (layers if sure else unsure).append(name)  # unsure: a cache, or a mask
         count = sum(a != b for a, b in pairwise(values[:agreed]))
         if name.startswith(COPY) and not any(same[-5:]) and len(same) > 9:
             unsure.append(name)  # perhaps only one rank's copy is used
@@ -282,9 +276,8 @@ def tensors_drift(job):
         what = f"{names} are equal on all ranks until step {min(found)[0]}, then differ"
         yield Breach(what, job.of(Step)[0].place)
     if layers:
-        what = "the ranks have different numbers, which never change, in "
-        what += listed(sorted(layers))
-        yield Breach(what, job.of(Step)[0].place, mend=BUFFER)
+        what = f"the ranks have different, constant numbers in {listed(sorted(layers))}"
+        yield Breach(what, job.of(Step)[0].place)
     if unsure:
         text = "differ between the ranks, perhaps because they are each rank's own"
         raise Doubt(f"{listed(sorted(unsure))} {text}")
