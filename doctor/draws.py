@@ -16,6 +16,7 @@ from .job import Job
 from .moments import runs_normally
 from .neighbours import Input
 from .record import LIBRARY, not_the_users, place, recorder, torch, wrap
+from .results import Measured
 from .sample import digest, numbers, positions
 from .watcher import Watcher
 
@@ -67,8 +68,11 @@ class Made(Event, limit=400):
 class Draws(Watcher):
     """Records the random numbers that functions return, and the generators' states."""
 
+    kind = None  # the class of generators that numpy's default_rng() returns
+
     def __init__(self):
         self.counts, self.inside, self.shared = Counter(), False, False
+        self.last = None  # the last order: its step and hash
 
     def hooks(self) -> None:
         for owner, names in ((torch, FUNCTIONS), (torch.Tensor, METHODS)):
@@ -78,8 +82,11 @@ class Draws(Watcher):
             wrap(torch, name, partial(self.make, name))
         if numpy := sys.modules.get("numpy"):
             wrap(numpy.random, "default_rng", self.generator)
-            for name in ("permutation", "shuffle"):
-                wrap(numpy.random, name, self.order)
+            # A class written in C cannot be changed
+            self.kind = type("Generator", (numpy.random.Generator,), {})
+            for owner in (numpy.random, self.kind):
+                for name in ("permutation", "shuffle"):
+                    wrap(owner, name, self.order)
         for owner, name in ((random, "shuffle"), (random, "sample")):
             wrap(owner, name, self.order)
             wrap(random.Random, name, self.order)
@@ -116,14 +123,16 @@ class Draws(Watcher):
         known = not caller.startswith((*not_the_users(), LIBRARY)) and runs_normally()
         if known and recorder.watching and not recorder.full(Order):
             size, few = shuffled(things)
-            if size >= MANY:
-                recorder.write(Order(place=place(), size=size, value=digest(few)))
+            last, self.last = self.last, (recorder.step, digest(few))
+            if size >= MANY and self.last != last:  # from_numpy() notes it again
+                recorder.write(Order(place=place(), size=size, value=self.last[1]))
 
     def generator(self, call, *args, **kwargs):
         result = call(*args, **kwargs)
         if recorder.watching and not recorder.full(Made):
             recorder.write(Made(state=state_of(result), place=place()))
-        return result
+        known = any(one is result for one in args)
+        return result if known else self.kind(result.bit_generator)
 
     def draw(self, name: str, call, /, *args, **kwargs):
         nested, self.inside = self.inside, True
@@ -191,7 +200,7 @@ def own_states() -> list[int]:
     """Return hashes of the states of all generators, except PyTorch's."""
     kinds = [random.Random]
     if numpy := sys.modules.get("numpy"):
-        kinds += [numpy.random.Generator, numpy.random.RandomState]
+        kinds += [numpy.random.Generator, numpy.random.RandomState, Draws.here.kind]
     made = [x for age in (2, 1, 0) for x in gc.get_objects(age) if type(x) in kinds]
     return [*map(state_of, made)]
 
@@ -254,8 +263,8 @@ def same_draws(job: Job) -> tuple[dict[str, Same], int]:
 def parts_of_orders(job: Job) -> str:
     """Return a message if ranks read parts of different permutations, else "".
 
-    Between two draws, each rank then reads about N / world_size of N shuffled things,
-    so it has not shuffled only its own samples.
+    Between two draws, each rank then reads about N / world_size of N shuffled things
+    (samples, or files of samples), so it has not shuffled only its own.
     """
     for line in {one.place: 0 for one in job.of(Order)}:
         lists = [[x for x in p.of(Order) if x.place == line] for p in job.processes]
@@ -274,31 +283,46 @@ def parts_of_orders(job: Job) -> str:
 
 
 def between(process, one: Order, other: Order) -> tuple[int, int]:
-    """Return how many samples networks get between two draws, and a batch's size."""
+    """Return how many samples networks get between two draws, and a batch's size.
+
+    If other orders between them contain as many, return the number of these files, 1.
+    """
     own = [x for x in process.of(Input) if one.step <= x.step < other.step]
     sizes = [len(x.rows) for x in own]
-    return sum(sizes), max(sizes, default=0)
+    parts = [x for x in process.of(Order) if one.time < x.time < other.time]
+    samples, batch = sum(sizes), max(sizes, default=0)
+    if parts and abs(sum(x.size for x in parts) - samples) < batch:
+        return len(parts), 1
+    return samples, batch
 
 
-def same_generators(job: Job) -> tuple[bool, str]:
+def same_generators(job: Job) -> tuple[bool, str, str]:
     """Return whether the script's own generators draw the same numbers on two ranks.
 
     Also return a message if they are too many for joint decisions, else "". They may be
     at other positions, as if a generator's seed were a rank's number plus its position.
+    With equal rollouts of a policy (a network runs several times before each step, and
+    the step has equal inputs), also return the line that makes a generator.
     """
-    made, lists = Counter(), []
+    made, lists, acts = Counter(), [], []
     for row in job.rows(Made):
         made[row[0].place] += len({one.state for one in row}) < len(row)
     often = max(3, len({one.step for one in job.of(Input)}) / 2)
-    same = any(count > often for count in made.values())
+    same = [place for place, count in made.items() if count > often]
     for process in job.processes:
+        calls = Counter(x.after for x in process.of(Measured) if x.what == "seen")
+        acts.append(sum(n > 1 for n in calls.values()))
         scans = [one.states for one in process.of(Own)[:2]]
         lists.append([x for x in scans[0] if x not in scans[-1]] if scans else [])
+    acts.append(sum(len({tuple(one.rows) for one in x}) == 1 for x in job.rows(Input)))
+    if same and min(acts) > often and not job.of(Order):
+        text = f"networks run on equal numbers on all ranks, in {acts[-1]} steps"
+        return True, text, same[0]
     for (n, one), (m, other) in combinations(enumerate(lists), 2):
         shifts = Counter(other.index(x) - k for k, x in enumerate(one) if x in other)
         same = same or bool(shifts)
         for shift, count in shifts.most_common(1):
             if count > 2 + (shift == 0) and len(one) == len(other):
                 what = f"{count} of {len(one)} generators of rank {n} draw the same "
-                return same, f"{what}numbers as generators of rank {m}"
-    return same, ""
+                return True, f"{what}numbers as generators of rank {m}", ""
+    return bool(same), "", ""

@@ -14,7 +14,7 @@ NUMBER = re.compile(
 KINDS = {
     "top": r"(?:top|acc|prec|acc_top)[-@_ ]?([2-9]|10)(?![\d.])",
     "accuracy": r"acc(?:urac(?:y|ies))?(?![a-z])|top[-@_ ]?1|prec@1|correct|\bright\b",
-    "error": r"\berr(?:or)?s?(?![a-z])|error rate",
+    "error": r"(?<![a-z])err(?:or)?s?(?![a-z])|error rate",
     "perplexity": r"\bppl|perplexit",
     "loss": r"loss|\b(?:nll|bce|mse)\b|cross.entropy",
 }

@@ -16,6 +16,7 @@ from .sample import picked
 MOST, LARGE = 64, 65_536  # limits: tensors to read; size of a tensor to sum
 BLOCKS = 4_000_000  # blocks of Python's memory: with more, a search takes too long
 COPY = "copy "  # begins the names of the weights of networks without an optimizer
+LAYER = "layer "  # begins the names of tensors that a trained network's layer uses
 FRAMES, LONGEST = 3, 60  # limits: functions to search; characters in a string
 
 
@@ -44,15 +45,20 @@ class Objects:
         """
         if self.found is None:
             self.search()
-        owners = [("", vars(sys.modules["__main__"]))]
-        for kind, reference in self.found:
-            if own := getattr(reference(), "__dict__", None):
-                owners.append((f"{kind}.", own))
+        owners, copies, layers = [("", vars(sys.modules["__main__"]))], [], set()
         for kind, reference in self.networks:
             own = dict(getattr(reference(), "named_parameters", dict)())
-            if not any(id(one) in weights for one in own.values()):
+            if any(id(one) in weights for one in own.values()):
+                layers |= {*map(id, reference().modules())}
+            else:
                 own = {name: one.detach() for name, one in own.items()}
-                owners.append((f"{COPY}{kind}.", own))
+                copies.append((f"{COPY}{kind}.", own))
+        for kind, reference in self.found:
+            if own := getattr(one := reference(), "__dict__", None):
+                used = used_by(type(one)) if id(one) in layers else ()
+                for name, x in [*own.items()]:
+                    owners.append((f"{LAYER * (name in used)}{kind}.", {name: x}))
+        owners += copies
         for name, values in scopes(sys._getframe()):
             if name != "<module>":
                 owners.append((f"{name}().", {**values}))
@@ -65,6 +71,15 @@ class Objects:
                     if id(x) not in weights and len(found) < MOST:
                         found[label_of(f"{prefix}{name}{key}", found)] = few_of(x)
         return found
+
+
+def used_by(kind: type) -> set[str]:
+    """Return the names in the code of a layer's forward() and of methods it calls."""
+    names = ["forward"]
+    for name in names:
+        code = getattr(getattr(kind, name, None), "__code__", None)
+        names += {*getattr(code, "co_names", ())} - {*names}
+    return {*names}
 
 
 def nested(value, key: str, depth: int) -> Iterator[tuple]:

@@ -366,6 +366,30 @@ def test_ranks_that_read_parts_of_their_own_orders(size, seeds, wanted):
     assert named(report(*ranks)) == wanted
 
 
+@pytest.mark.parametrize(("parts", "wanted"), [(12, {"left_out"}), (11, set())])
+def test_ranks_that_read_some_of_the_files_of_their_own_orders(parts, wanted):
+    """Each rank reads 120 samples per draw: all 10 in each of 12 of the 24 files."""
+    ranks = [loop([*range(n, 480, 2)], 0) for n in (0, 1)]
+    for n, own in enumerate(ranks):
+        for step in (0, 10):
+            own.append(event(Order, step, place="a.py:5", size=24, value=step + n))
+            file = {"place": "a.py:7", "size": 10, "time": step + 0.5}
+            own += [event(Order, step, **file) for _ in range(parts)]
+    assert named(report(*ranks)) == wanted
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_equal_rollouts_come_from_equal_generators(calls):
+    """A network that runs once without gradients before a step may be a teacher."""
+    own = loop([*range(240)], 0)
+    for step in range(20):
+        own += [event(Result, step, what="seen", after=step)] * calls
+        own.append(event(Made, step, place="a.py:4", state=step))
+    found = report(own, own)
+    assert named(found) == {"same_random_numbers" if calls > 1 else "same_samples"}
+    assert found.findings[0].place == ("a.py:4" if calls > 1 else "a.py:10")
+
+
 def test_things_that_are_shuffled():
     assert shuffled([[3, 0], [2, 1]]) == (4, [3, 0, 2, 1])  # batches of indices
     assert shuffled([(0, 7), (1, 7)])[0] == 2 and shuffled([Path()])[0] == 0
@@ -586,6 +610,7 @@ def test_accuracies_and_what_they_belong_to_are_read_from_text():
         ("63 of 76 right", "accuracy", 63, 76),
         ("acc: 0.83 (63/76)", "accuracy", 0.83, None),
         ("val err 12.5%", "error", 12.5, None),
+        ("obj 1.2x top1_err=12.5%", "error", 12.5, None),
         ("Acc@1  60.00 ( 50.00)", "accuracy", 50, None),
     ):
         first = next(numbers(text))
@@ -999,7 +1024,7 @@ draw = torch.compile(lambda x: x + torch.rand(3), backend="eager", fullgraph=Tru
 assert draw(torch.ones(3)).shape == (3,)
 """
 NESTED = """
-import torch
+import numpy, torch
 class Crop(torch.nn.Module):
     def forward(self, x):
         return x + torch.rand(4)
@@ -1017,6 +1042,7 @@ class Again(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         with torch.enable_grad():
             return None, *torch.autograd.grad(x @ weight, [weight], gradient)
+numpy.random.default_rng(0).permutation(9)
 net, loss = torch.nn.Linear(4, 4), torch.nn.MSELoss()
 optimizer = torch.optim.SGD(net.parameters(), 0.1)
 net.forward = lambda x: Again.apply(x, net.weight) + net.bias
@@ -1045,6 +1071,6 @@ def test_modules_in_a_data_set_and_gradients_inside_a_backward_pass(tmp_path):
     assert ended.returncode == 0, ended.stderr
     (process,) = read(tmp_path).processes
     assert [one.where for one in process.of(Draw)] == ["fetch", "fetch"]
-    assert len(process.of(Input)) == 2
+    assert len(process.of(Input)) == 2 and len(process.of(Order)) == 1
     for one in process.of(Update):
         assert one.local[0] == pytest.approx(one.used)

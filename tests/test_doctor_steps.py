@@ -387,6 +387,15 @@ def test_updates_that_most_elements_of_16_bits_round_away(rate, monkeypatch):
         assert ("rounded_away" in named(report)) == (wanted == "broken")
 
 
+@pytest.mark.parametrize(("name", "copied"), [("step", 0), ("master", 1)])
+def test_an_optimizers_step_is_no_copy_of_a_weight(name, copied):
+    weight, alive = torch.nn.Parameter(torch.ones((), dtype=torch.bfloat16)), Alive()
+    optimizer, weight.grad = torch.optim.SGD([weight]), torch.ones_like(weight)
+    optimizer.state[weight][name] = torch.tensor(1.0)
+    alive.on_step(optimizer, [weight], [[1.0]])
+    assert len(alive.copied) == copied
+
+
 def test_an_optimizer_that_never_steps():
     for moves, steps in ((0, 1), (1, 1), (0, 4)):  # the job ends after step 1
         found = named(judged(*weights("a", optimizer=-1, moves=moves), steps=steps))
@@ -595,6 +604,17 @@ def test_tensors_that_only_one_rank_updates_leave_a_doubt(name, wanted):
     assert law(judged(*ranks), 4) == ("not judged" if wanted else "held")
 
 
+@pytest.mark.parametrize("name", ["layer Net.b", "Net.b"])
+@pytest.mark.parametrize("moves", [0, 1])
+def test_a_constant_of_a_layer_that_each_rank_draws_itself(name, moves):
+    first = [1.0, 2, 3, 5]
+    ranks = both(
+        lambda r, n: [x + r + n * moves for x in first], what="kept", names=[name]
+    )
+    report = judged(*(own + states(*[[1.0]] * 12) for own in ranks))
+    assert named(report) == (DRIFTS if name[0] == "l" and not moves else {})
+
+
 @pytest.mark.parametrize("last", [True, False])
 def test_dropout_that_the_script_calls_itself(last):
     own = [event(Dropped, n, training=n < 2 or last, place="a.py:5") for n in range(4)]
@@ -609,6 +629,20 @@ class Part:
 
     def to_local(self):
         return self.rows
+
+
+class Waves(torch.nn.Linear):
+    """A layer with plain tensors, one of which it uses."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.wave, self.other = torch.rand(8), torch.rand(8)
+
+    def forward(self, x):
+        return self.turned(x)
+
+    def turned(self, x):
+        return x * self.wave
 
 
 def test_shards_are_known_by_their_names_or_their_numbers(monkeypatch):
@@ -627,6 +661,10 @@ def test_tensors_of_the_scripts_objects_are_found():
     assert id(own.rows) and "Part.rows" not in found.tensors({id(own.rows): 0})
     own.rows = {"w": (own.rows, torch.arange(8.0).numpy())}
     assert {"Part.rows['w'][0]", "Part.rows['w'][1]"} <= {*found.tensors({})}
+    layer = Waves(4, 2)
+    found.search()
+    names = {*found.tensors({id(layer.bias): 0})}
+    assert {"layer Waves.wave", "Waves.other"} <= names
     ema = torch.nn.Linear(4, 2)  # an average of weights that never runs
     found.search()
     assert "copy Linear.weight" in found.tensors({})

@@ -75,7 +75,8 @@ class Alive(Watcher):
         self.alive.update(sampled)
         self.nonzero |= sampled
         for weight in own:
-            state = optimizer.state.get(weight, {}).values()
+            # The step is no copy of a scalar weight
+            state = (optimizer.state.get(weight, {}) | {"step": None}).values()
             same = [x for x in state if getattr(x, "shape", None) == weight.shape]
             if any(x.element_size() > weight.element_size() for x in same):
                 self.copied.add(id(weight))

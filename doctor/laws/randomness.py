@@ -208,9 +208,9 @@ def same_random_numbers(job):
         some = one.what if one.together else some
         if not one.together:
             yield worded(job, place, one)
-    same, what = same_generators(job)
+    same, what, place = same_generators(job)
     if what and not found:
-        yield Breach(what)
+        yield Breach(what, place)
     held += [f"in {differ} draws of the script's own lines"] * (differ > 2)
     if same and not some:
         some = "the script's own generators draw the same numbers on several ranks"

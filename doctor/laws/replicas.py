@@ -10,7 +10,7 @@ from statistics import median
 from ..job import Job
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, NotJudged, check, need, several
 from ..moments import Step
-from ..objects import COPY
+from ..objects import COPY, LAYER
 from .checkpoints import Saved
 from .meeting import collectives_differ
 from .resume import Resumed
@@ -236,14 +236,15 @@ def buffers_differ(job):
 
 @check(LAW, RISK, causes=APART, read="pitfall 11")
 def tensors_drift(job):
-    """The script keeps and updates a tensor whose copies on the ranks drift apart.
+    """The ranks have different copies of a tensor that is no weight or buffer.
 
     Update this tensor with equal numbers on every rank: all_reduce() or broadcast() all
     numbers, including those that are drawn at random or that replace unused entries.
+    Register a layer's constant as a buffer before DDP wraps the network.
     Not a mistake if: the ranks are meant to have their own values of this tensor.
     """
     several(job)
-    states, found, unsure = states_of(job, "first", "kept"), [], []
+    states, found, unsure, layers = states_of(job, "first", "kept"), [], [], []
     states += states_of(job, "step", "kept")
     states = [(own[0].step + 1, [x.rows() for x in own]) for own in states]
     for name in {x for _, row in states for x in row[0]}:
@@ -251,6 +252,10 @@ def tensors_drift(job):
         values = [[x[name] for x in row] for _, row in own]
         same = [alike(x, 1e-5) for x in values]
         agreed = same.index(False) if False in same else 0
+        fixed = all(x == values[0] for x in values) and not any(same[:1])
+        if name.startswith(LAYER) and fixed and len(values) > 2:
+            sure = states[0][0] == own[0][0] == 1 and len({*values[0][0]}) > 3
+            (layers if sure else unsure).append(name)  # unsure: a cache, or a mask
         count = sum(a != b for a, b in pairwise(values[:agreed]))
         if name.startswith(COPY) and not any(same[-5:]) and len(same) > 9:
             unsure.append(name)  # perhaps only one rank's copy is used
@@ -269,6 +274,9 @@ def tensors_drift(job):
     if found:
         names = listed(sorted(x[1] for x in found))
         what = f"{names} are equal on all ranks until step {min(found)[0]}, then differ"
+        yield Breach(what, job.of(Step)[0].place)
+    if layers:
+        what = f"the ranks have different, constant numbers in {listed(sorted(layers))}"
         yield Breach(what, job.of(Step)[0].place)
     if unsure:
         text = "differ between the ranks, perhaps because they are each rank's own"

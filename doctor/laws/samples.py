@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..draws import parts_of_orders
+from ..draws import parts_of_orders, same_generators
 from ..event import Event
 from ..job import Job
 from ..law import (
@@ -174,10 +174,12 @@ def left_out(job):
     """
     several(job)
     undivided(job)
-    if any(process.training is None for process in job.processes):
+    looping = any(process.training is None for process in job.processes)
+    if looping or job.processes[0].loader().stream:
         if what := parts_of_orders(job):
             yield Breach(what, job.of(Step)[0].place, mend=DIVIDE + ".")
             return
+    if looping:
         yield from judged(job, looped(job), job.of(Step)[0].place)
         return
     validated = {one.loader for one in job.of(Validation) if not one.gradients}
@@ -201,6 +203,8 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
         if loop and what and one.stays():
             raise NotJudged("the inputs are the same in each step, as with a graph")
         alike = loop and not one.ids and one.together()[0] >= 0.9
+        if what and loop and same_generators(job)[2]:
+            raise NotJudged("several ranks have generators in equal states")
         if what and alike and other_targets(job):
             raise NotJudged("equal inputs have different targets on each rank")
         if what and one.together()[0] < 0.9:
