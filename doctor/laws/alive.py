@@ -213,9 +213,8 @@ def dead_weights(job):
     argmax(), or a reentrant checkpoint whose inputs need no gradient.
     Not a mistake if: you do not want to train them; then call requires_grad_(False).
     """
-    rows = [x for x in latest(job).values() if x[0].trainable]
-    rows = [x for x in rows if x[0].optimizer not in (None, -1)]
-    need(rows, "no weights of an optimizer were seen")
+    rows = [x for x in latest(job).values() if x[0].optimizer not in (None, -1)]
+    rows = need([x for x in rows if x[0].trainable], "no optimizer's weights were seen")
     dead = [x[0] for x in rows if not any(one.alive for one in x)]
     alive = [x[0] for x in rows if any(one.alive for one in x)]
     orders = [[x.name for x in p.of(Weight) if x.step == 1] for p in job.processes]
@@ -226,8 +225,7 @@ def dead_weights(job):
     for number in sorted({x.optimizer for x in dead} - {x.optimizer for x in alive}):
         own = [one for one in dead if one.optimizer == number]
         dead = [one for one in dead if one.optimizer != number]
-        what = f"all {len(own)} weights of an optimizer have no gradient or zero "
-        what += f"gradients in {own[0].steps} steps: {names(own)}"
+        what = f"all {len(own)} gradients of an optimizer are zero: {names(own)}"
         yield Breach(what, own[0].place or job.of(Step)[0].place, facts=own)
     runs = max((one.first for one in alive), default=-1)
     if lost(job):  # then an optimizer may have the weights of an old head
@@ -244,16 +242,13 @@ def dead_weights(job):
     count = f"of {len(rows)} trainable weights"
     never = f"{count} never get a gradient in {steps} steps"
     if needed:
-        what, mend = f"{len(needed)} {never}", ""
-        if all(one.reached for one in needed):
-            what, mend = (
-                what.replace("never get a gradient", "get only zero gradients"),
-                ZERO,
-            )
+        what, zero = f"{len(needed)} {never}", all(one.reached for one in needed)
+        if zero:
+            what = what.replace("never get a gradient", "get only zero gradients")
         elif any(0 <= one.first < runs for one in needed):
             what += " (weights in later layers do learn)"
-        where = needed[0].place
-        yield Breach(f"{what}: {names(needed)}", where, facts=needed, mend=mend)
+        what += f": {names(needed)}"
+        yield Breach(what, needed[0].place, facts=needed, mend=ZERO * zero)
     elif dead:
         what = f"{len(dead)} {never}: {names(dead)}"
         need(cut := cut_off(job), f"{what}; perhaps the loss should use them")
@@ -335,9 +330,9 @@ def not_in_an_optimizer(job):
     end = job.of(Step)[-1].step  # events at the job's end have a higher number
     idle = [x for x in still if x.step > end and x.optimizer == -1 and x.alive]
     if idle and job.status == 0:  # otherwise, a later phase may be missing
-        what = f"{len(idle)} weights get gradients, but their optimizer never takes a "
+        what = f"the optimizer of {len(idle)} weights takes no step: {names(idle)}"
         mend = "Call step() of each optimizer after backward()."
-        yield Breach(f"{what}step: {names(idle)}", job.of(Step)[0].place, mend=mend)
+        yield Breach(what, job.of(Step)[0].place, mend=mend)
     if found:
         count = f"{len(found)} of {sum(x.trainable for x in rows)} weights"
         what = f"{count} get gradients, but no optimizer has them: {names(found)}"

@@ -12,7 +12,7 @@ from ..moments import Moments
 from ..record import place, recorder, torch, wrap
 from ..sample import digest, numbers
 from ..watcher import Watcher
-from .files import LAW, Opened, base, plural
+from .files import LAW, Opened, base
 from .meeting import hangs
 from .states import kept
 
@@ -301,10 +301,12 @@ def lacking(job):
     Not a mistake if: the script restores the missing tensors in another way.
     """
     for path, own in checkpoints(job):
-        if (names := own[-1].missing) and (own[-1].counts or own[-1].holds):
-            what = f"{base(path)} has {own[-1].whole} weights of the network, but not "
-            more = f" and {len(names) - 3} more" * (len(names) > 3)
-            yield Breach(f"{what}{', '.join(names[:3])}{more}", own[-1].place)
+        if own[-1].missing and (own[-1].counts or own[-1].holds):
+            names = ", ".join(own[-1].missing[:3])
+            what = (
+                f"{base(path)} has {own[-1].whole} weights, but lacks others: {names}"
+            )
+            yield Breach(what, own[-1].place)
 
 
 @check(LAW, NOTE, causes=[hangs], read="pitfall 20")
@@ -316,9 +318,8 @@ def save_in_place(job):
     for path, saves in checkpoints(job):
         own = [one for one in saves if one.overwrites]
         if own and not own[-1].others:
-            what = f"{base(path)} is overwritten in place {len(own)} time"
-            what += f"{plural(len(own))}: if the job is killed meanwhile, "
-            yield Breach(f"{what}both checkpoints are lost", own[-1].place)
+            what = f"the old {base(path)} is lost if the job is killed in torch.save()"
+            yield Breach(what, own[-1].place)
 
 
 @check(LAW, RISK, read="pitfall 18")

@@ -172,8 +172,7 @@ def not_averaged(job):
     need(seen, "the ranks' own gradients are equal, or were not seen")
     for row, names in found[:1]:
         reason, mend, level = reason_of(job, row, names)
-        what = f"in {len(found)} of {len(steps)} steps, from step {row[0].step + 1} on,"
-        what += f" the ranks use different gradients: {reason}"
+        what = f"in {len(found)} of {len(steps)} steps, the gradients differ: {reason}"
         yield Breach(what, row[0].passes[-1]["place"], mend=mend, level=level)
 
 
@@ -195,8 +194,7 @@ def reason_of(job: Job, row: list[Update], names: list[str]) -> tuple:
             mend = "Set require_backward_grad_sync before forward(), which reads it."
             return "DDP's flag is set after forward(), which is too late", mend, ""
         mend = "Use no_sync() in all passes of a step except the last."
-        what = f"no_sync() is active in {forwards.count(False)} of {len(one.passes)} "
-        return f"{what}passes, including the last one", mend, ""
+        return "no_sync() is also active in a step's last pass", mend, ""
     total = sum(any(one.part(one.used, n)) for n in range(len(one.names)))
     if len(names) < total:
         what = f"{len(names)} of {total} weights are not averaged: {listed(names)}"
@@ -261,13 +259,12 @@ def not_cleared(job):
     for one in [x for x in steps if x.stale][:1]:
         what = f"in step {one.step + 1}, {len(one.stale)} weights still have the "
         what += f"gradients of an earlier step: {listed(one.stale)}"
-        place = one.passes[0]["place"] if one.passes else one.place
-        yield Breach(what, place)
+        yield Breach(what, one.passes[0]["place"] if one.passes else one.place)
         return
     found = [x for x in steps if {*x.lost} & {one["place"] for one in x.passes}]
     if len(found) > sum(bool(x.passes) for x in steps) / 2:
-        what = f"in {len(found)} of {len(steps)} steps, the gradients of some passes "
-        yield Breach(f"{what}are cleared before the step", found[0].lost[0], level=RISK)
+        what = f"in {len(found)} of {len(steps)} steps, unused gradients are cleared"
+        yield Breach(what, found[0].lost[0], level=RISK)
 
 
 @check(LAW, RISK, causes=[not_cleared], read="lesson 7")
@@ -285,8 +282,7 @@ def leaked_passes(job):
         usual = median(len(one.passes) for one in own)
         found = [one for one in own if len(one.passes) > usual and spans(one)]
         for one in found[:1]:
-            what = f"in {len(found)} of {len(own)} steps, passes of several epochs are "
-            what += f"added: step {one.step + 1} has {len(one.passes)}, not {usual:g}"
+            what = f"{len(found)} of {len(own)} steps add passes of several epochs"
             yield Breach(what, one.passes[0]["place"])
 
 
@@ -317,8 +313,6 @@ def another_steps_pass(job):
         count = sum(one.optimizer == own for one in steps)
         if len(rows) > max(3, count / 2) and all(users[x] == {own} for _, x in rows):
             one = rows[0][0]
-            what = (
-                f"{len(rows)} of {count} steps of an optimizer also use a pass whose "
-            )
-            what += f"gradients another optimizer's step has used: {listed(one.names)}"
+            what = f"{len(rows)} of {count} steps of an optimizer also use gradients "
+            what += f"that another optimizer's step has used: {listed(one.names)}"
             yield Breach(what, one.passes[0]["place"])

@@ -50,8 +50,7 @@ def argument(job: Job) -> Iterator[Breach]:
         every = [[one.arguments.get(number) for one in row] for row in rows]
         same = [x[0] for x in every if x[0] and x.count(x[0]) == len(x)]
         if len(same) > max(7, 0.9 * len(rows)) and len({*same}) > 0.9 * len(same):
-            what = f"input {number} of the network is equal on all ranks in "
-            what += f"{len(same)} of {len(rows)} passes, and another input differs"
+            what = f"only input {number} is equal on all ranks, in {len(same)} passes"
             if not all(distinct for _, distinct in same):
                 raise Doubt(what)
             yield Breach(what, rows[0][0].place, mend=STRATA)
@@ -126,9 +125,8 @@ def seeds_restart(job):
                 again += [(name, one)] * (earlier.epoch != one.epoch)
     if len(again) > 2:
         name, one = again[0]
-        what = f"{called(name)} has the same states in epoch "
-        what += f"{process.epochs.index(one.epoch)} as in an earlier one, in "
-        yield Breach(f"{what}{len(again)} draws", cause(job, name, [one])[0])
+        what = f"{called(name)} has an earlier epoch's states in {len(again)} draws"
+        yield Breach(what, cause(job, name, [one])[0])
 
 
 @check(LAW, RISK, effects=[left_out], read="pitfall 9")
@@ -149,9 +147,9 @@ def shifted_numbers(job):
             pairs = [(first[x], other[x]) for x in first.keys() & other.keys()]
             for distance, count in Counter(b - a for a, b in pairs).most_common(1):
                 if distance and count >= max(3, len(other) / 5, 0.8 * len(pairs)):
-                    what = f"{key[0]} draws the same numbers on ranks {n} and {m}, but "
-                    what += f"in steps whose numbers differ by {abs(distance)} "
-                    yield Breach(f"{what}({count} times)", key[1])
+                    what = f"{key[0]} draws the same numbers {count} times on ranks "
+                    what += f"{n} and {m}, {abs(distance)} steps apart"
+                    yield Breach(what, key[1])
                     return
 
 

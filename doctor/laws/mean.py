@@ -116,9 +116,8 @@ def mean_gradient(job):
     uneven = [x for x in uneven if unequal(weights(x)) or not weights(x)]
     if len(uneven) > 0.2 * total:
         one, mend = uneven[0], ""
-        what = f"in {len(uneven)} of {total} steps, the ranks' passes have different "
-        what += f"weights (rank by rank in step {one.row[0].step + 1}: "
-        what += ", ".join(f"{x:.2f}" for x in one.shares) + ")"
+        told = ", ".join(f"{x:.2f}" for x in one.shares)
+        what = f"in {len(uneven)} of {total} steps, the passes' weights differ: {told}"
         same = sum(alike([one.shares, x.shares], 0.05) for x in uneven)
         if same < max(2, len(uneven) / 2):
             scaled_down = all(0 < x * size < 1.01 for one in uneven for x in one.shares)
@@ -171,8 +170,7 @@ def unread(found: list[Fit]) -> str:
         return f"the gradients are {min(values):.3f} to {max(values):.3f} x the mean"
     if terms := known(entry):
         each = listed(f"{x.factor:.4g} x a {x.kind.split()[-1]}" for x in terms)
-        what = f"the loss of step {one.row[0].step + 1} is made of {each}; doctor "
-        return f"{what}cannot know whether you intend these factors"
+        return f"the loss is made of {each}; doctor cannot know if you intend that"
     return f"how the loss at {entry['place']} averages its samples could not be read"
 
 
@@ -195,9 +193,8 @@ def gathered_without_gradient(job):
         yield Breach(what, place)
         return
     for place in cut_off(job, put_back=True)[:1]:
-        what = "all_gather() returns tensors without a gradient, and only the rank's "
-        level = NOTE if rows[0][0].adaptive else RISK
-        yield Breach(f"{what}own tensor is put back", place, level=level)
+        what = "of the tensors of all_gather(), only the rank's own has a gradient"
+        yield Breach(what, place, level=NOTE if rows[0][0].adaptive else RISK)
 
 
 @check(LAW, RISK, causes=[*CAUSES, mean_gradient], read="lesson 3")

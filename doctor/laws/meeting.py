@@ -243,8 +243,8 @@ def mixed(rows: list[list[Call]]) -> tuple[str, str] | None:
     for one, name, lists in found[:1]:
         pair = next(x for x in zip(*lists, strict=True) if len({*x}) > 1)
         told = ", ".join(f"{x} on rank {n}" for n, x in enumerate(pair[:4]))
-        what = f"in {len(found)} loops over {name}, {one.name}() gets different things "
-        return f"{what}in the same call: {told}", one.place
+        what = f"in {len(found)} loops, {one.name}() gets different {name}: {told}"
+        return what, one.place
     return None
 
 
@@ -282,8 +282,7 @@ def batch_counts_differ(job):
         elif not ends or not (all(whole) or max(counts) > min(ends)):
             break
         if len({*counts}) > 1:
-            what = f"ranks 0 to {len(counts) - 1} have {', '.join(map(str, counts))} "
-            what += f"batches in epoch {epoch}"
+            what = f"in epoch {epoch}, the ranks have {counts} batches"
             yield Breach(what, feeds[0].place, level=WRONG if failed else RISK)
             return
     done = [n for n in epochs if all(one.whole(n) for one in job.processes)]

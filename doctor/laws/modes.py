@@ -145,8 +145,8 @@ def frozen_in_train_mode(job):
             if one.kind == wanted and steps >= max(3, job.watched / 2):
                 found.append(one)
         if found:
-            what = f"{len(found)} {wanted} layers of frozen modules run in training "
-            what += f"mode: {listed([one.name for one in found])}"
+            names = listed(one.name for one in found)
+            what = f"{len(found)} frozen {wanted} layers run in training mode: {names}"
             yield Breach(what, found[0].place)
 
 

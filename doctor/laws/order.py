@@ -38,8 +38,7 @@ def same_order(job):
     for (number, one), (later, other) in sorted(pairs, key=lambda x: x[1][0] - x[0][0]):
         if [*map(list, one)] != [*map(list, other)] or len(one) < 2 + loop:
             continue
-        what = f"epochs {number} and {later} have the same {len(one)} batches per "
-        what += "rank in the same order"
+        what = f"epochs {number} and {later} have the same {len(one)} batches in order"
         flat = [x for batch in one for x in batch]
         if later > number + 1:
             raise Doubt(what)  # perhaps training begins again
@@ -123,5 +122,5 @@ def skipped_again(job):
             usual.add(each)
     for (many, each), count in skips.items():
         if count > max(1, cut[many]) and (each in usual or job.of(Restored)):
-            what = f"in each of {count} epochs, the loader returns {many} batches that "
-            yield Breach(f"{what}no step uses, before the others", where(job))
+            what = f"no step uses the first {many} batches of {count} epochs"
+            yield Breach(what, where(job))

@@ -268,6 +268,5 @@ def ranks_differ(job):
     what += f"passes ({fmean(values):.4g} against {fmean(others):.4g})"
     own, mend = feeds(job), ""
     if own and all(one.divides and not one.shuffles for one in own):
-        mend = "Shuffle the samples before they are divided (DistributedSampler: "
-        mend += "shuffle=True): every n-th sample may be of one kind."
+        mend = "Give DistributedSampler shuffle=True: every n-th sample may be alike."
     yield Breach(what, where(job), mend=mend)

@@ -125,8 +125,9 @@ def weights_differ(job):
         whole_weights(job, found[2])
         mend = ""
         if job.of(Layout):
-            mend = "Create all weights before you wrap the network in DDP, in the same "
-            mend += "order on all ranks, and do not set them later on one rank only."
+            mend = (
+                "Create all weights before you wrap the network; set none on one rank."
+            )
         yield Breach(f"before the first step, {found[1]}", rows[0][0].place, mend=mend)
 
 
@@ -227,8 +228,7 @@ def buffers_differ(job):
             return
     if found := first(updated, "buffers", 1e-4):
         row, text, _ = found
-        mend = "All-reduce the statistics from which you update buffers: before each "
-        mend += "forward pass, DDP replaces the other ranks' buffers with rank 0's."
+        mend = "All-reduce the statistics in your buffers: DDP copies rank 0's buffers."
         level = NOTE if rows else RISK  # the validated buffers are equal
         text = f"in step {row[0].step + 1}, {text}"
         yield Breach(text, row[0].place, mend=mend, level=level)

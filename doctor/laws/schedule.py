@@ -99,9 +99,8 @@ def learning_rates_differ(job):
     for row in rows:
         if not alike([[one.value] for one in row], 1e-6):
             values = ", ".join(f"{one.value:.4g}" for one in row)
-            what = f"the ranks give ReduceLROnPlateau {values}, which lowers their"
+            what = f"the ranks give ReduceLROnPlateau different metrics: {values}"
             mend = "Pass the metric's mean over all ranks, such as an all-reduced loss."
-            what += " learning rates at different times"
             yield Breach(what, row[0].place, mend=mend)
             return
     steps = [row for row in job.rows(Step) if len({x.which for x in row}) == 1]
@@ -140,10 +139,8 @@ def schedule(job):
         if mend:
             what += f" (the script made it with {one.made} steps)"
         elif abs(one.taken / max(1, one.step) / size - 1) < 0.1:
-            what += f": {size} in each optimizer step, one per process, as accelerate "
-            what += "does with a scheduler that it has prepared"
-            mend = "Plan the steps of all processes together (steps times "
-            mend += "accelerator.num_processes), or do not prepare the scheduler."
+            what += f": {size} per optimizer step, as when accelerate has prepared it"
+            mend = "Plan the steps of all processes, or do not prepare the scheduler."
         elif any(abs(ratio / x - 1) < 0.15 for x in (size, 1 / size)):
             what += "; the factor is the world size"
         yield Breach(what, one.place, mend=mend)

@@ -28,8 +28,8 @@ def settings_differ(job):
         number, (row, step, place) = len(differ[name]), differ[name][0]
         if number > max(2, 0.1 * count[name]):
             told = ", ".join(f"{x} on rank {n}" for n, x in enumerate(row[:4]))
-            what = f"{name}: {told} in step {step + 1}, and different in {number} of "
-            yield Breach(f"{what}{count[name]} passes", place)
+            what = f"{name}: {told} in step {step + 1} and others ({number} passes)"
+            yield Breach(what, place)
     names = ", ".join(name for name in count if " of " not in name)
     yield f"equal on all ranks in {max(count.values())} passes: {names}"
 

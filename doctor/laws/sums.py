@@ -43,8 +43,7 @@ def reduced_again(job):
             found[one.place] += run[one.place] > 1  # the second call: equal to a sum
             last[one.place] = sum(values)
             if found[one.place] > 1:
-                what = f"all_reduce() gets {min(values):.6g} or more on each rank, "
-                what += f"after it returned {total:.6g}: it sums earlier sums again"
+                what = f"all_reduce() sums its earlier result ({total:.6g}) again"
                 yield Breach(what, one.place)
                 return
 
@@ -57,9 +56,8 @@ def local_divisor(job):
     Not a mistake if: the other ranks' counts are not part of the result.
     """
     for name, count, text, line in explained(job, collectives(job), divided):
-        what = f"rank {line.rank} prints {text}, which is a sum over all ranks, "
-        what += f"divided by rank {line.rank}'s own {name} ({count} prints)"
-        yield Breach(what, line.place)
+        what = f"rank {line.rank} divides a sum over all ranks by its own {name}"
+        yield Breach(f"{what}: {text} ({count} prints)", line.place)
 
 
 @check(LAW, RISK, needs=[Printed], read="pitfall 16")
@@ -208,8 +206,7 @@ def alone(job) -> Callable:
                 received |= not keys or len(own & keys) > 0.1 * len(own)
                 received |= (line.step, n) in writes  # perhaps in a file
         if not received:
-            what = f"which covers its own {len(own)} samples only: the other ranks "
-            what += "evaluate other samples, and send it nothing afterwards"
+            what = f"which covers its own {len(own)} samples only"
             fits = {(what, digest(sorted(own)))}
         yield from ((name, text, fits) for name, text in texts)
 

@@ -106,9 +106,8 @@ def meanings_differ(job):
         if found < wanted / 3 and (wanted - found) * sqrt(count) > 5:
             errors = min(map(beyond, (first, other), [cells] * 2, sizes))
             if errors > 8:
-                what = f"on ranks 0 and {rank}, targets depend on inputs ({errors:.0f} "
-                what += "standard errors or more), but differently: the correlation of "
-                what += f"{count} feature-class pairs is {found:.2f}, not {wanted:.2f}"
+                what = f"on ranks 0 and {rank}, targets depend differently on inputs: "
+                what += f"the correlation is {found:.2f}, not {wanted:.2f}"
                 yield Breach(what, job.of(Input)[0].place)
                 return
 
