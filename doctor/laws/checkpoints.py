@@ -303,9 +303,7 @@ def lacking(job):
     for path, own in checkpoints(job):
         if own[-1].missing and (own[-1].counts or own[-1].holds):
             names = ", ".join(own[-1].missing[:3])
-            what = (
-                f"{base(path)} has {own[-1].whole} weights, but lacks others: {names}"
-            )
+            what = f"{base(path)} has {own[-1].whole} weights, but it lacks {names}"
             yield Breach(what, own[-1].place)
 
 

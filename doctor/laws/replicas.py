@@ -125,9 +125,7 @@ def weights_differ(job):
         whole_weights(job, found[2])
         mend = ""
         if job.of(Layout):
-            mend = (
-                "Create all weights before you wrap the network; set none on one rank."
-            )
+            mend = "Create all weights before DDP wraps them, and set none on one rank."
         yield Breach(f"before the first step, {found[1]}", rows[0][0].place, mend=mend)
 
 

@@ -132,9 +132,7 @@ def live_snapshot(job):
     for one in job.of(Saved):
         if one.taken is not None:
             what = f"{base(one.path)} is saved after step {one.step} with state_dict() "
-            what += (
-                f"of step {one.taken}, whose tensors the optimizer has changed since"
-            )
+            what += f"of step {one.taken}, whose tensors have changed since"
             level = RISK if one.taken else NOTE  # perhaps all of the job's weights
             yield Breach(what, one.place, level=level)
             return
