@@ -4,7 +4,7 @@ from collections import Counter
 from itertools import compress
 
 from ..event import Event
-from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need
+from ..law import RISK, WRONG, Breach, Law, check, explains, need
 from ..moments import Moments, Step, weights
 from ..record import STEPS, recorder, torch
 from ..sample import numbers
@@ -218,10 +218,9 @@ def dead_weights(job):
     dead = [x[0] for x in rows if not any(one.alive for one in x)]
     alive = [x[0] for x in rows if any(one.alive for one in x)]
     orders = [[x.name for x in p.of(Weight) if x.step == 1] for p in job.processes]
-    if any(x != orders[0] for x in orders):
-        raise NotJudged("the ranks' weights differ in their names or their order")
-    if (steps := max(x[0].steps for x in rows)) < 2:
-        raise NotJudged("only one step was seen")
+    same = all(x == orders[0] for x in orders)
+    need(same, "the ranks' weights differ in their names or their order")
+    need((steps := max(x[0].steps for x in rows)) > 1, "only one step was seen")
     for number in sorted({x.optimizer for x in dead} - {x.optimizer for x in alive}):
         own = [one for one in dead if one.optimizer == number]
         dead = [one for one in dead if one.optimizer != number]
@@ -261,8 +260,7 @@ def dead_weights(job):
         moved = [change for x in half for change in x.changes]
         few = len(moved) > 19 and sum(moved) < len(moved) / 4
         if few:
-            what = f"{moved.count(False)} of {len(moved)} sampled elements of 16-bit "
-            what, still = f"{what}weights", half
+            what, still = "most elements of 16-bit weights", half
         if few or (still and all(x.half and x.alive > 9 for x in still)):
             text = f"{text} in {steps} steps: {names(still)}"
             own = [x for x in job.of(Step) if x.optimizer == still[0].optimizer]
@@ -271,8 +269,7 @@ def dead_weights(job):
             need(not rises, f"{what} {text}; the learning rate still rises")
             yield Breach(f"{what} {text}", own[0].place, facts=still)
             return
-        if still:
-            raise NotJudged(f"{what} {text}: {names(still)}")
+        need(not still, f"{what} {text}: {names(still)}")
         yield f"{len(alive)} {count} get gradients and change in {steps} steps"
 
 

@@ -111,7 +111,7 @@ class Checkpoints(Watcher):
         path = f if named else getattr(f, "name", None)
         path = os.path.abspath(path) if isinstance(path, (str, os.PathLike)) else None
         there = named and path in self.weights and os.path.exists(path)
-        others = [x for x in self.weights if x != path and os.path.exists(x)]
+        others = sum(x != path and os.path.exists(x) for x in self.weights)
         content = self.content(obj)
         result = call(obj, f, *args, **kwargs)
         if path:
@@ -119,8 +119,7 @@ class Checkpoints(Watcher):
             self.marks[path] = mark_of(obj)
         if content:
             self.weights |= {path} - {None}
-            content |= {"path": path, "overwrites": there}
-            recorder.write(Saved(**content, others=len(others)))
+            recorder.write(Saved(**content, path=path, overwrites=there, others=others))
         if path and (names := cut(obj)):
             recorder.write(Cut(path=path, names=names[:9], place=place()))
         return result
@@ -141,9 +140,8 @@ class Checkpoints(Watcher):
         if content := self.content(state):
             # torch.distributed.checkpoint copies tensors; all ranks write their parts
             content |= {"taken": None, "live": False, "wrapped": False}
-            path = None if path is None else os.path.abspath(path)
-            content |= {"path": path, "place": place(), "overwrites": False}
-            recorder.write(Saved(**content, others=1))
+            content |= {"path": path and os.path.abspath(path), "place": place()}
+            recorder.write(Saved(**content, overwrites=False, others=1))
         return result
 
     def content(self, obj) -> dict:

@@ -211,13 +211,7 @@ def reason_of(job: Job, row: list[Update], names: list[str]) -> tuple:
     return f"nothing averages {listed(names)}", "", ""
 
 
-@check(
-    LAW,
-    WRONG,
-    causes=[not_awaited],
-    effects=[not_averaged, weights_drift],
-    read="lesson 9",
-)
+@check(LAW, WRONG, causes=[not_awaited], effects=[not_averaged], read="lesson 9")
 def clip_order(job):
     """Gradients are clipped before they are unscaled or averaged.
 
@@ -290,6 +284,9 @@ def spans(one: Update) -> bool:
     """Return whether a step's passes use batches from several epochs of a loader."""
     epochs = {(x["loader"], x["epoch"]) for x in one.passes if x["loader"] is not None}
     return len(epochs) > len({loader for loader, _ in epochs})
+
+
+EARLIER = weights_differ, not_awaited, not_averaged, not_cleared, leaked_passes
 
 
 @check(LAW, RISK, causes=[not_cleared], read="lesson 7")

@@ -6,21 +6,10 @@ from statistics import median, mode
 
 from ..law import NOTE, RISK, Breach, NotJudged, check, need
 from ..neighbours import Input
-from .gradient import (
-    Fit,
-    fits,
-    leaked_passes,
-    near,
-    not_averaged,
-    not_cleared,
-    sums,
-    updates,
-)
+from .gradient import EARLIER, Fit, fits, near, sums, updates
 from .losses import Term, cut_off, factors, known
-from .passes import LAW, Update, not_awaited
-from .replicas import alike, listed, weights_differ
-
-CAUSES = [not_averaged, not_awaited, leaked_passes, not_cleared, weights_differ]
+from .passes import LAW, Update
+from .replicas import alike, listed
 
 
 def totals(one: Fit, place: str = "") -> list[float]:
@@ -97,7 +86,7 @@ def unequal(values: list[float], most: float = 1.1) -> bool:
     return bool(sizes) and max(sizes) > most * min(sizes)
 
 
-@check(LAW, RISK, general=True, causes=CAUSES, read="lesson 3")
+@check(LAW, RISK, general=True, causes=EARLIER, read="lesson 3")
 def mean_gradient(job):
     """A step's gradients are not the mean over the step's samples.
 
@@ -174,7 +163,7 @@ def unread(found: list[Fit]) -> str:
     return f"how the loss at {entry['place']} averages its samples could not be read"
 
 
-@check(LAW, RISK, causes=CAUSES)
+@check(LAW, RISK, causes=EARLIER)
 def gathered_without_gradient(job):
     """The loss uses tensors from other ranks, and their gradients are lost.
 
@@ -197,7 +186,7 @@ def gathered_without_gradient(job):
         yield Breach(what, place, level=NOTE if rows[0][0].adaptive else RISK)
 
 
-@check(LAW, RISK, causes=[*CAUSES, mean_gradient], read="lesson 3")
+@check(LAW, RISK, causes=[*EARLIER, mean_gradient], read="lesson 3")
 def unequal_means(job):
     """The targets of a step have different weights.
 

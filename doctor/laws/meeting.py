@@ -8,7 +8,7 @@ from itertools import compress, groupby, zip_longest
 
 from ..event import Event, Exit, Failed
 from ..job import waiting
-from ..law import NOTE, RISK, WRONG, Breach, Law, NotJudged, check, need, several
+from ..law import NOTE, RISK, WRONG, Breach, Law, check, need, several
 from ..moments import Moments, Step
 from ..objects import variables
 from ..record import recorder, torch, wrap
@@ -198,8 +198,8 @@ def collectives_differ(job):
             return
     rows = [process.of(Call) for process in job.processes]
     for number, calls in enumerate(zip_longest(*rows), 1):
-        if any(one and one.name == "join" for one in calls):
-            raise NotJudged("join() lets some ranks end earlier")
+        joins = any(one and one.name == "join" for one in calls)
+        need(not joins, "join() lets some ranks end earlier")
         if None in calls:
             without = job.processes[calls.index(None)]
             one = next(one for one in calls if one)

@@ -6,7 +6,7 @@ from statistics import median
 
 from ..draws import Order
 from ..job import Job
-from ..law import RISK, WRONG, Breach, Doubt, NotJudged, check, several
+from ..law import RISK, WRONG, Breach, Doubt, check, need, several
 from ..loaders import Epoch, EpochEnd
 from ..moments import Step
 from ..neighbours import before_a_repeat, contents, tells
@@ -32,8 +32,7 @@ def same_order(job):
     kept, first = outdated(job), feeds(job)
     loop = all(process.training is None for process in job.processes)
     epochs = laps(job) if loop else [one.ranks[0] for one in loaded(job)]
-    if len(epochs) < 2:
-        raise NotJudged("fewer than two epochs of training were seen: see --short")
+    need(len(epochs) > 1, "fewer than two epochs of training were seen: see --short")
     pairs = combinations(enumerate(epochs), 2)
     for (number, one), (later, other) in sorted(pairs, key=lambda x: x[1][0] - x[0][0]):
         if [*map(list, one)] != [*map(list, other)] or len(one) < 2 + loop:

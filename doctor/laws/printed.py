@@ -154,9 +154,8 @@ def judge(job, everything: list[Group], line: Printed, number: Number):
     {} means that no known mistake fits; None, that no whole pass gives this number.
     """
     process = next(one for one in job.processes if one.rank == line.rank)
-    found = [
-        one for one in everything if one.what in WHAT.get(number.kind, (number.kind,))
-    ]
+    kinds = WHAT.get(number.kind, (number.kind,))
+    found = [one for one in everything if one.what in kinds]
     found = [one for one in found if one.began(line.rank) < line.time]
     if any(one.running(line.rank, line.time) for one in found if not one.trains):
         return None
@@ -302,12 +301,8 @@ def wrong_number(job):
         elif wrong:
             unknown.append(place)
     text = ", ".join(f"{right[x]} of {counts[x]} {x}" for x in sorted(counts))
-    if other := unchecked(job):
-        raise NotJudged(f"{text} could be checked, but not {other}")
-    if unknown:
-        raise NotJudged(
-            f"{text} could be checked, but not all of those at {unknown[0]}"
-        )
+    other = unchecked(job) or "".join(f"all at {place}" for place in unknown[:1])
+    need(not other, f"{text} could be checked, but not {other}")
     if not found:
         yield f"{text} equal the recomputed ones"
 

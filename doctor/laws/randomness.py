@@ -12,7 +12,7 @@ from traceback import walk_stack
 from ..draws import MADE, MANY, Drawn, Draws, Same, same_draws, same_generators, since
 from ..event import Compiles, Event
 from ..generators import Seed, called, cause, drawn, states
-from ..law import RISK, Breach, Law, NotJudged, check, several
+from ..law import RISK, Breach, Law, check, need, several
 from ..loaders import Loaders
 from ..moments import Moments
 from ..record import not_the_users, place, recorder, torch, wrap
@@ -214,14 +214,11 @@ def same_random_numbers(job):
     held += [f"in {differ} draws of the script's own lines"] * (differ > 2)
     if same and not some:
         some = "the script's own generators draw the same numbers on several ranks"
-    if some:
-        raise NotJudged(f"{some}, perhaps for a joint decision")
-    if job.of(Compiles) and not job.of(Drawn):
-        raise NotJudged("torch.compile() hides what the script draws itself")
-    if new_contents(job):
-        raise NotJudged("the samples change at random, but no draw was seen")
-    if not held:
-        raise NotJudged("no draw from a global generator was seen")
+    need(not some, f"{some}, perhaps for a joint decision")
+    seen = job.of(Drawn) or not job.of(Compiles)
+    need(seen, "torch.compile() hides what the script draws itself")
+    need(not new_contents(job), "the samples change at random, but no draw was seen")
+    need(held, "no draw from a global generator was seen")
     yield f"the ranks' generators differ {', '.join(held)}"
 
 

@@ -7,7 +7,7 @@ from math import comb, isfinite
 from statistics import fmean, pstdev
 
 from ..event import Event
-from ..law import RISK, Breach, Law, NotJudged, check, several
+from ..law import RISK, Breach, Law, check, need, several
 from ..moments import Moments
 from ..neighbours import Input, Targets
 from ..reads import feeds
@@ -211,12 +211,10 @@ def tells(name: str, found: dict[str, list[list[float]]]) -> bool:
 
 
 def apart(values: list[float], others: list[float], batches: float) -> tuple:
-    """Compare a rank's statistics with the other ranks', pass by pass.
+    """Return (difference in standard errors, its share of the larger mean, count).
 
-    Returns:
-        The difference between the means in standard errors, and as a share of the
-        larger mean; and the number of passes in which the rank is higher. Standard
-        errors count each sample once, because a rank may see a few samples repeatedly.
+    The rank is higher in `count` passes. Standard errors count each sample once,
+    because a rank may see a few samples repeatedly.
     """
     gaps = [a - b for a, b in zip(values, others, strict=True)]
     moves = [(a - b) ** 2 for a, b in zip(gaps, gaps[1:], strict=False)]
@@ -238,9 +236,8 @@ def ranks_differ(job):
     several(job)
     lists, batches = series(job), independent(job)
     every = {k: x for k, x in lists.items() if len(x[0]) >= FEWEST and tells(k, lists)}
-    if not every or batches < BATCHES:
-        few = f"each rank needs at least {FEWEST} passes and {BATCHES} batches of"
-        raise NotJudged(f"{few} distinct samples")
+    few = f"each rank needs {FEWEST} passes and {BATCHES} batches of distinct samples"
+    need(every and batches >= BATCHES, few)
     ranks = range(1 if len(job.processes) == 2 else 0, len(job.processes))
     found, tested, tests = [], 0, len(every) * len(ranks)
     for name, rows in every.items():
@@ -252,11 +249,9 @@ def ranks_differ(job):
             if error > 6 and share >= 0.05:
                 if odds(above, len(others)) * tests < 1e-6:
                     found.append((name, error, rank, rows[rank], others, above))
-    if tested < 1e-3:
-        raise NotJudged("the ranks' numbers are the same in all passes")
-    if not found and tested > 6:
-        raise NotJudged(f"one rank differs slightly ({tested:.1f} standard errors)")
+    need(tested >= 1e-3, "the ranks' numbers are the same in all passes")
     if not found:
+        need(tested <= 6, f"one rank differs by {tested:.1f} standard errors")
         passes = max(len(rows[0]) for rows in every.values())
         text = f"{len(every)} statistics of batches, losses and gradients in {passes} "
         yield f"{text}passes: no rank stands out (at most {tested:.1f} standard errors)"

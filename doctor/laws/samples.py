@@ -8,18 +8,7 @@ from dataclasses import replace
 from ..draws import parts_of_orders
 from ..event import Event
 from ..job import Job
-from ..law import (
-    RISK,
-    WRONG,
-    Breach,
-    Doubt,
-    Law,
-    NotJudged,
-    check,
-    explains,
-    need,
-    several,
-)
+from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need, several
 from ..loaders import Pass, inside
 from ..moments import Step
 from ..neighbours import other_targets
@@ -111,9 +100,9 @@ def part(dataset) -> array | None:
 
 
 def undivided(job: Job) -> None:
-    """Raise Doubt if a network is divided between ranks."""
+    """Raise NotJudged if a network is divided between ranks."""
     for one in job.of(Divided)[:1]:
-        raise Doubt(f"{one.how} may divide the network between ranks")
+        raise NotJudged(f"{one.how} may divide the network between ranks")
 
 
 def where(job: Job, number: int | None = None) -> str:
@@ -184,45 +173,39 @@ def left_out(job):
     others, later = interleaved(job)
     for number in (None, *(x for x in others if x not in validated)):
         yield from judged(job, [*loaded(job, number)], where(job, number))
-    if later:
-        raise NotJudged(f"{where(job)} reads several DataLoaders, one after another")
+    need(not later, f"{where(job)} reads several DataLoaders, one after another")
 
 
 def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
     """Judge the epochs of one loader, or of a loop without a loader."""
     held, unsure = [], ""
     for one in need(epochs, "no epoch of training was seen"):
-        if one.vague():
-            raise NotJudged("the inputs do not identify samples, as with single words")
+        need(not one.vague(), "the inputs do not identify samples")
         counts, what = one.numbers(), broken(one)
         loop = not one.index and not one.feeds and not one.shift
-        if loop and one.together()[0] > one.together(0.8)[0] + 0.5:
-            raise NotJudged("some inputs, such as noise, are equal on several ranks")
-        if loop and what and one.stays():
-            raise NotJudged("the inputs are the same in each step, as with a graph")
-        alike = loop and not one.ids and one.together()[0] >= 0.9
-        if what and alike and other_targets(job):
-            raise NotJudged("equal inputs have different targets on each rank")
-        if what and one.together()[0] < 0.9:
-            if one.random():
-                raise NotJudged("each rank may draw its samples at random")
-            if one.computed():
-                raise NotJudged("one batch has the same input several times")
+        noise = loop and one.together()[0] > one.together(0.8)[0] + 0.5
+        need(not noise, "some inputs, such as noise, are equal on several ranks")
         if what:
+            stays, together = loop and one.stays(), one.together()[0] >= 0.9
+            need(not stays, "the inputs are the same in each step, as with a graph")
+            others = loop and together and not one.ids and other_targets(job)
+            need(not others, "equal inputs have different targets on each rank")
+            drawn = not together and one.random()
+            need(not drawn, "each rank may draw its samples at random")
+            again = not together and one.computed()
+            need(not again, "one batch has the same input several times")
             extra, mend = mechanism(job, one, held != [])
             yield Breach(what + extra, place, facts=one, mend=mend)
             return
         drawn = counts["within"] or any(x.repeats for x in one.feeds)
-        if one.index and drawn:
-            raise NotJudged("the sampler draws samples with replacement")
+        need(not (one.index and drawn), "the sampler draws samples with replacement")
         known = one.total and not one.stream
         text = f"{one.text}: {counts['read']:,} samples read, {counts['distinct']:,} "
         held.append(text + "distinct" + (f" of {one.total:,}" if known else ""))
         repeats = counts["again"] > one.slack + MORE * counts["read"]
         if repeats or not known:
             unsure = unsure or f"{held[-1]}; the size of the dataset is not known"
-    if unsure:
-        raise NotJudged(unsure)
+    need(not unsure, unsure)
     short = [one.text for one in epochs[1:] if not one.whole]
     if epochs[0].feeds and len(short) > 1:
         reads = [x for one in epochs for own in one.all for x in own]

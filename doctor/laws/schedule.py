@@ -4,7 +4,7 @@ import weakref
 from itertools import pairwise
 
 from ..event import Event, Exit
-from ..law import RISK, WRONG, Breach, NotJudged, check, need, several
+from ..law import RISK, WRONG, Breach, check, need, several
 from ..loaders import EpochEnd
 from ..moments import Step
 from ..record import place, recorder, torch, wrap
@@ -122,8 +122,8 @@ def schedule(job):
     several(job)
     process, size = job.processes[0], job.world_size
     found = need(process.of(Schedule), "no scheduler existed at the end")
-    if not process.of(Exit) or not all(one.whole for one in process.of(EpochEnd)):
-        raise NotJudged("the job did not train to the end")
+    ended = process.of(Exit) and all(one.whole for one in process.of(EpochEnd))
+    need(ended, "the job did not train to the end")
     whole = [one for one in process.epochs if process.whole(one)]
     if len(whole) > 1 and not any(one.taken for one in found):
         what = f"no scheduler takes a step in {len(whole)} epochs"

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from ..law import RISK, Breach, NotJudged, check, several
+from ..law import RISK, Breach, check, need, several
 from .ranks import LAW, Facts
 from .samples import datasets_differ
 
@@ -22,8 +22,7 @@ def settings_differ(job):
         count[name] += 1
         if len({*row}) > 1:
             differ.setdefault(name, []).append((row, step, place))
-    if not count:
-        raise NotJudged("no training pass was seen on all ranks")
+    need(count, "no training pass was seen on all ranks")
     for name in sorted(differ, key=lambda name: -len(differ[name]))[:3]:
         number, (row, step, place) = len(differ[name]), differ[name][0]
         if number > max(2, 0.1 * count[name]):

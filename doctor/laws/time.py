@@ -167,8 +167,7 @@ def time_table(job) -> dict[int, dict[str, float]]:
 
 def walls(job) -> float:
     """Return a step's median duration in seconds; raise NotJudged for short steps."""
-    real = not job.emulated
-    need(real, "--cpu emulated the GPUs: times on real GPUs would differ")
+    need(not job.emulated, "--cpu emulated the GPUs: times on real GPUs would differ")
     rows = [[one.wall for one in timed(process)] for process in job.processes]
     need(min(map(len, rows), default=0) > 4, "too few steps were seen: see --steps")
     wall = max(map(median, rows))
