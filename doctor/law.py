@@ -39,6 +39,7 @@ class Law:
     number: int
     name: str  # as in "law 4"
     text: str  # what is true of every correct job
+    compares: bool = False  # all its checks need several processes
 
 
 @dataclass
@@ -176,6 +177,8 @@ def several(job: Job) -> None:
 
 def judge(job: Job, own: Check) -> Iterator[Breach | str]:
     """Yield a check's breaches and evidence."""
+    if own.law.compares:
+        several(job)
     for kind in own.needs:
         seen = kind.__doc__.split("\n")[0].split(". ")[0].rstrip(".")
         need(job.of(kind), f"not seen: {seen[0].lower()}{seen[1:]}")

@@ -232,7 +232,7 @@ def test_numbers_that_another_rank_draws_at_another_time(ranks, wanted):
     ranks = [[Seed(**line, call=x, step=n) for n, x in enumerate(x)] for x in ranks]
     found = report(*ranks)
     assert ("shifted_numbers" in named(found)) == wanted
-    told = "on ranks 0 and 1, but in steps whose numbers differ by 1 (19 times)"
+    told = "19 times on ranks 0 and 1, 1 steps apart"
     assert not wanted or told in found.findings[0].what
 
 

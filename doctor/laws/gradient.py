@@ -10,18 +10,10 @@ from ..law import NOTE, RISK, WRONG, Breach, check, need, several
 from .losses import by_share
 from .meeting import collectives_differ
 from .passes import LAW, Update, not_awaited
-from .replicas import (
-    alike,
-    buffers_differ,
-    equal_steps,
-    listed,
-    weights_differ,
-    weights_drift,
-)
+from .replicas import alike, equal_steps, listed, weights_differ, weights_drift
 from .states import Layout
 
 CAUSES = weights_differ, not_awaited, collectives_differ  # of unequal gradients
-EFFECTS = buffers_differ, weights_drift
 UNKNOWNS = 12  # maximum number of passes (on all ranks) whose shares doctor computes
 
 
@@ -160,7 +152,7 @@ def near(one: float, other: float, tolerance: float = 0.02) -> bool:
     return abs(one - other) <= tolerance * abs(other)
 
 
-@check(LAW, WRONG, causes=CAUSES, effects=EFFECTS, read="pitfall 11")
+@check(LAW, WRONG, causes=CAUSES, effects=[weights_drift], read="pitfall 11")
 def not_averaged(job):
     """The ranks take their steps with different gradients.
 
@@ -211,7 +203,10 @@ def reason_of(job: Job, row: list[Update], names: list[str]) -> tuple:
     return f"nothing averages {listed(names)}", "", ""
 
 
-@check(LAW, WRONG, causes=[not_awaited], effects=[not_averaged], read="lesson 9")
+EFFECTS = not_averaged, weights_drift
+
+
+@check(LAW, WRONG, causes=[not_awaited], effects=EFFECTS, read="lesson 9")
 def clip_order(job):
     """Gradients are clipped before they are unscaled or averaged.
 

@@ -8,7 +8,7 @@ from statistics import fmean, pstdev
 from ..draws import MADE, Drawn, Made, same_draws, same_generators
 from ..generators import Seed, called, cause
 from ..job import Job, Process
-from ..law import RISK, Breach, Doubt, check, need, several
+from ..law import RISK, Breach, Doubt, check, need
 from ..neighbours import Input, inputs, other_targets, same_rows
 from .randomness import LAW, Draw, same_random_numbers, worded
 from .samples import left_out, undivided
@@ -26,7 +26,6 @@ def same_inputs(job):
     Seed each rank differently, for example with seed + 1000 * epoch + rank.
     Not a mistake if: all ranks are meant to use the same values.
     """
-    several(job)
     undivided(job)
     first = [process.of(Input) for process in job.processes]
     need(all(first), "no input was seen on all ranks")
@@ -116,7 +115,6 @@ def seeds_restart(job):
     epoch's loader processes copy the generator.
     Not a mistake if: each epoch is meant to draw the same numbers.
     """
-    several(job)
     process, first, again = job.processes[0], {}, []
     for one in sorted(process.of(Draw, loaders=True), key=lambda one: one.time):
         if one.loader == process.training and one.epoch in process.epochs:
@@ -138,7 +136,6 @@ def shifted_numbers(job):
     rank 0. Or seed only once, with seed + rank.
     Not a mistake if: all ranks are meant to draw the same numbers.
     """
-    several(job)
     undivided(job)
     ranks = [streams(process) for process in job.processes]
     for key in ranks[0]:

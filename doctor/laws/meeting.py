@@ -205,8 +205,7 @@ def collectives_differ(job):
             one = next(one for one in calls if one)
             known = stuck(job) or without in gone or behind(job, without, one)
             need(known, "the job ended between two collectives")
-            what = f"after step {one.step}, rank {one.rank} calls {one.name}(), "
-            what += f"but rank {without.rank} does not"
+            what = f"rank {one.rank} calls {one.name}(), rank {without.rank} does not"
             if wait := waiting(without):
                 what += f" and waits in {wait.what}() at {wait.place} instead"
             leaves = one.name == "destroy_process_group"

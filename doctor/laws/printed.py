@@ -86,8 +86,7 @@ def groups(job) -> list[Group]:
 def validated_once(process, trained: list[set]) -> set[int]:
     """Return the steps after which a process validates without a loader.
 
-    It then uses more samples than a training step, none of them twice (as Monte Carlo
-    dropout does), and none that a step uses.
+    It then uses more samples than a step, none twice (as Monte Carlo dropout does).
     """
     seen = {}
     for one in process.of(Measured):
@@ -102,8 +101,7 @@ def validated_once(process, trained: list[set]) -> set[int]:
 def divided(job) -> int:
     """Return the number by which the script divides its losses before backward().
 
-    This is the number of passes per step (or of ranks, if the script sums gradients),
-    1 if the script does not divide, or 0 if the number is unknown.
+    It is 1 without a division, or 0 if it is unknown. It may be the number of ranks.
     """
     found, size, summed = Counter(), len(job.processes), False
     with suppress(NotJudged):

@@ -12,7 +12,7 @@ from traceback import walk_stack
 from ..draws import MADE, MANY, Drawn, Draws, Same, same_draws, same_generators, since
 from ..event import Compiles, Event
 from ..generators import Seed, called, cause, drawn, states
-from ..law import RISK, Breach, Law, check, need, several
+from ..law import RISK, Breach, Law, check, need
 from ..loaders import Loaders
 from ..moments import Moments
 from ..record import not_the_users, place, recorder, torch, wrap
@@ -20,7 +20,7 @@ from ..signature import plain
 from ..watcher import Watcher
 from .samples import same_samples, undivided
 
-LAW = Law(3, "randomness", "Random streams differ")
+LAW = Law(3, "randomness", "Random streams differ", compares=True)
 FETCHES = 15  # maximum number of batches to record per pass and process
 WORKERS = (
     "Seed PyTorch, and a generator given to the DataLoader, by epoch and rank; seed "
@@ -178,7 +178,6 @@ def same_random_numbers(job):
     Not a mistake if: all ranks are meant to draw the same numbers, such as a size, or
     the network itself is divided between the ranks.
     """
-    several(job)
     undivided(job)
     held, some, found = [], "", False
     for where, words in (("forward", "forward passes"), ("fetch", "batches")):

@@ -7,7 +7,7 @@ from math import comb, isfinite
 from statistics import fmean, pstdev
 
 from ..event import Event
-from ..law import RISK, Breach, Law, check, need, several
+from ..law import RISK, Breach, Law, check, need
 from ..moments import Moments
 from ..neighbours import Input, Targets
 from ..reads import feeds
@@ -17,7 +17,7 @@ from ..watcher import Watcher
 from .replicas import other_network_differs
 from .samples import datasets_differ, where
 
-LAW = Law(2, "ranks", "Ranks are exchangeable")
+LAW = Law(2, "ranks", "Ranks are exchangeable", compares=True)
 CAUSES = datasets_differ, other_network_differs
 FEWEST, BATCHES = 20, 8  # minimum numbers of passes and of distinct batches
 LOSSES = """cross_entropy nll_loss binary_cross_entropy mse_loss l1_loss huber_loss
@@ -194,9 +194,8 @@ def odds(above: int, count: int) -> float:
 def tells(name: str, found: dict[str, list[list[float]]]) -> bool:
     """Return whether a statistic can show that a rank differs.
 
-    It can if it changes between passes, or if it belongs to a batch and is constant on
-    each rank (for example, if a rank's samples have one label). Other targets may be
-    positions, such as arange(N) + rank * N, unless each rank's targets are all equal.
+    It can if it changes between passes, or if it is a batch's and constant per rank.
+    Targets may be positions (arange(N) + rank * N), unless each rank's are all equal.
     """
     rows = found[name]
     still = [pstdev(x) <= 1e-9 for x in rows]
@@ -233,7 +232,6 @@ def ranks_differ(job):
     Not a mistake if: the ranks are meant to have different samples, such as one
     language each.
     """
-    several(job)
     lists, batches = series(job), independent(job)
     every = {k: x for k, x in lists.items() if len(x[0]) >= FEWEST and tells(k, lists)}
     few = f"each rank needs {FEWEST} passes and {BATCHES} batches of distinct samples"

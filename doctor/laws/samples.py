@@ -140,9 +140,7 @@ def datasets_differ(job):
         parts = [one.part for one in own]
         rank = next((n for n, x in enumerate(parts) if x != parts[0]), 0)
         if rank and None not in (parts[0], parts[rank]):
-            both = len({*parts[0]} & {*parts[rank]})
-            what = f"ranks 0 and {rank} have different parts of {loader.type}, which a "
-            what += f"sampler divides: {both} of {len(parts[0])} samples are in both"
+            what = f"a sampler divides different parts of {loader.type} on each rank"
             yield Breach(what, loader.place)
     first = need(feeds(job), "no DataLoader feeds the steps of every rank")
     same = all(one.data == first[0].data for one in first)
@@ -211,12 +209,10 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
         reads = [x for one in epochs for own in one.all for x in own]
         what = f"{len(short)} passes over the loader end early; the passes read "
         what += f"{len(reads):,} samples, {len({*reads}):,} distinct ones"
-        if len(reads) > 2 * len({*reads}) and all(
-            len(x) == 1 for one in epochs for x in one.ranks
-        ):
-            yield Breach(what, place, mend=AGAIN)
-            return
-        raise NotJudged(what)
+        single = all(len(x) == 1 for one in epochs for x in one.ranks)
+        need(single and len(reads) > 2 * len({*reads}), what)
+        yield Breach(what, place, mend=AGAIN)
+        return
     if epochs[0].whole and short:
         raise NotJudged(f"{held[0]}, but only {short[0]} were read")
     text = f"{place}, " * (epochs[0].loader is not None) + held[0]

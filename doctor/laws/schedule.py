@@ -94,7 +94,6 @@ def learning_rates_differ(job):
 
     Step the scheduler equally often on every rank, with the same metric.
     """
-    several(job)
     rows = zip(*(process.of(Plateau) for process in job.processes), strict=False)
     for row in rows:
         if not alike([[one.value] for one in row], 1e-6):
@@ -140,7 +139,7 @@ def schedule(job):
             what += f" (the script made it with {one.made} steps)"
         elif abs(one.taken / max(1, one.step) / size - 1) < 0.1:
             what += f": {size} per optimizer step, as when accelerate has prepared it"
-            mend = "Plan the steps of all processes, or do not prepare the scheduler."
+            mend = "Plan steps * accelerator.num_processes, or do not prepare it."
         elif any(abs(ratio / x - 1) < 0.15 for x in (size, 1 / size)):
             what += "; the factor is the world size"
         yield Breach(what, one.place, mend=mend)

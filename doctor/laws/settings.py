@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from ..law import RISK, Breach, check, need, several
+from ..law import RISK, Breach, check, need
 from .ranks import LAW, Facts
 from .samples import datasets_differ
 
@@ -16,7 +16,6 @@ def settings_differ(job):
     train() on that rank.
     Not a mistake if: the ranks are meant to differ, for example in their batch sizes.
     """
-    several(job)
     count, differ = Counter(), {}
     for name, row, step, place in facts(job):
         count[name] += 1
@@ -36,8 +35,7 @@ def settings_differ(job):
 def facts(job) -> Iterator[tuple[str, list, int, str]]:
     """Yield (name, values on all ranks, step, place) for each setting in each step.
 
-    The ranks may make different numbers of passes in a step. The value is None on ranks
-    that never have the setting.
+    The ranks may make different numbers of passes. None: a rank never has the setting.
     """
     ranks = [{} for _ in job.processes]
     for own, process in zip(ranks, job.processes, strict=True):

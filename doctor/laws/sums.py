@@ -69,11 +69,8 @@ def partial_metric(job):
     Not a mistake if: it is meant to cover one rank, or to be a mean over these parts.
     """
     scores, found = [(one,) for one in job.of(Scored)], {}
-    for rows, read in (
-        (collectives(job), averaged),
-        (scores, scored),
-        ([], alone(job)),
-    ):
+    known = (collectives(job), averaged), (scores, scored), ([], alone(job))
+    for rows, read in known:
         for (what, *_), count, text, line in explained(job, rows, read):
             same = [x.rank for x in job.of(Printed) if x.place == line.place]
             named = {*same} != {line.rank} or LOCAL.search(line.text)
@@ -178,8 +175,7 @@ def scored(line: Printed, rank: int, rows: list[tuple[Scored]]) -> Iterator[tupl
 def alone(job) -> Callable:
     """Return a function that explains metrics as those of one rank's own samples.
 
-    That rank has evaluated the same samples before each print, the other ranks have
-    evaluated other samples, and it has received nothing from them since.
+    The other ranks have evaluated others, and have sent it nothing since then.
     """
     writes = {(one.step, one.rank) for one in job.of(Opened)}
     known, shares = any(one.rows for one in job.of(Batch)), []

@@ -7,7 +7,7 @@ from statistics import correlation, fmean, pstdev
 
 from ..event import Event
 from ..job import Process
-from ..law import RISK, Breach, Doubt, check, need, several
+from ..law import RISK, Breach, Doubt, check, need
 from ..neighbours import Input, Targets
 from ..record import place, recorder, torch, wrap
 from ..sample import numbers
@@ -68,7 +68,6 @@ def same_targets(job):
     Add the index of the rank's first candidate: torch.arange(n) + rank * n.
     Not a mistake if: each rank puts its own candidates first.
     """
-    several(job)
     rows = [row for row in job.rows(Contrast) if len({x.place for x in row}) == 1]
     same = [row for row in rows if len({x.first for x in row}) == 1]
     if len(same) < max(8, 0.9 * len(rows)):
@@ -92,7 +91,6 @@ def meanings_differ(job):
     build it on rank 0 only and broadcast it.
     Not a mistake if: each rank is meant to learn a task of its own.
     """
-    several(job)
     first, *ranks = [samples(process) for process in job.processes[:4]]
     for rank, other in enumerate(ranks, 1):
         cells = common(first, other)
