@@ -18,10 +18,7 @@ from .replicas import listed
 LAW = Law(6, "alive", "Every weight learns")
 # After these steps, doctor writes an event for each weight and layer
 WRITES = {*range(1, 4), *range(4, STEPS, 4), STEPS}
-ZERO = (
-    "Look for factors of zero: two factors that both start at zero never learn; nor do "
-    "weights whose results go into a ReLU and are always negative."
-)
+ZERO = "Look for two factors that start at zero, and for ReLUs with negative inputs."
 
 
 class Weight(Event, limit=10**6):  # enough for all weights, several times
@@ -317,10 +314,8 @@ def lost(job) -> list[Weight]:
 def not_in_an_optimizer(job):
     """Some weights get gradients but are in no optimizer.
 
-    Give the optimizer the final network's parameters: create it after the last change
-    to the network.
-    Not a mistake if: these weights are not meant to change; then call
-    requires_grad_(False), which saves time.
+    Create the optimizer, with all parameters, after the last change to the network.
+    Not a mistake if: these weights should not change; then call requires_grad_(False).
     """
     found, rows = lost(job), [x[0] for x in latest(job).values()]
     still = [x[0] for x in latest(job).values() if not any(one.moves for one in x)]

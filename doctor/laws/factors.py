@@ -42,9 +42,8 @@ def summed(job, breach):
 def summed_loss(job, breach):
     """The loss is a sum over samples, and DDP averages the ranks' gradients.
 
-    Multiply the loss by the world size, or divide the sum by the number of samples (or
-    targets) of all ranks: otherwise, N processes with batch size B do not take the same
-    step as one process with batch size N x B.
+    Multiply the loss by the world size, or use the mean over a rank's samples (or
+    targets) if all ranks have equally many.
     Not a mistake if: the learning rate accounts for this factor.
     """
     found = breach.facts or []

@@ -210,8 +210,7 @@ EFFECTS = not_averaged, weights_drift
 def clip_order(job):
     """Gradients are clipped before they are unscaled or averaged.
 
-    Clip once per step, after scaler.unscale_(optimizer) and after the gradients are
-    averaged.
+    Clip once per step, after scaler.unscale_(optimizer) and after averaging.
     Not a mistake if: the gradients are meant to change after they are clipped.
     """
     rows = [row for row in updates(job) if row[0].clips]
@@ -246,8 +245,7 @@ def not_cleared(job):
     """
     steps = need(job.of(Update), "no step was seen")
     for one in [x for x in steps if x.stale][:1]:
-        what = f"in step {one.step + 1}, {len(one.stale)} weights still have the "
-        what += f"gradients of an earlier step: {listed(one.stale)}"
+        what = f"step {one.step + 1} also has older gradients: {listed(one.stale)}"
         yield Breach(what, one.passes[0]["place"] if one.passes else one.place)
         return
     found = [x for x in steps if {*x.lost} & {one["place"] for one in x.passes}]

@@ -13,10 +13,7 @@ from ..neighbours import Input, inputs, other_targets, same_rows
 from .randomness import LAW, Draw, same_random_numbers, worded
 from .samples import left_out, undivided
 
-STRATA = (
-    "Draw this input with a generator that each rank seeds differently, or compute it "
-    "from a sample's number or its index in the global batch: n * world_size + rank."
-)
+STRATA = "Seed this input's generator by rank, or use index n * world_size + rank."
 
 
 @check(LAW, RISK, needs=[Input], read="pitfall 9")
@@ -111,8 +108,7 @@ def seeds_restart(job):
     """Each epoch draws the same random numbers as an earlier one.
 
     At the start of each epoch, call torch.manual_seed(seed + 1000 * epoch + rank). Seed
-    a dataset's own generator in worker_init_fn with torch.initial_seed(), because each
-    epoch's loader processes copy the generator.
+    a dataset's own generator in worker_init_fn with torch.initial_seed().
     Not a mistake if: each epoch is meant to draw the same numbers.
     """
     process, first, again = job.processes[0], {}, []
@@ -131,9 +127,8 @@ def seeds_restart(job):
 def shifted_numbers(job):
     """One rank draws the same numbers as another rank at a different time.
 
-    Make each seed from a number that no other rank uses at any time, such as
-    step * world_size + rank: step + rank is the same on rank 1 and, a step later, on
-    rank 0. Or seed only once, with seed + rank.
+    Seed once, with seed + rank, or with step * world_size + rank in each step: step +
+    rank is the same on rank 1 and, a step later, on rank 0.
     Not a mistake if: all ranks are meant to draw the same numbers.
     """
     undivided(job)

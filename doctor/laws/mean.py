@@ -125,8 +125,7 @@ def mean_gradient(job):
         scaled_down = all(max(x) > 1.02 * min(x) >= 0 or not any(x) for x in lists)
         text = "the script scales down or drops the gradients of some weights"
         need(not scaled_down, f"{text}: {listed(off)}")
-        what = f"{len(off)} of {len(found[0].ratios)} weights use another multiple of "
-        what += f"the ranks' gradients than the others: {listed(off)}"
+        what = f"{len(off)} weights use another multiple of the mean: {listed(off)}"
         yield Breach(what, place)
         return
     right = [x for x in found if is_right(x)]
@@ -146,9 +145,7 @@ def mean_gradient(job):
     need(sum(uneven) <= len(right) / 2, f"{text}weights")
     text = f"in {len(right)} of {total} steps, the gradient is {ratio:#.4g} x the mean "
     text += f"of {size} ranks' own gradients"
-    if not near(ratio, 1):
-        text += f", and their losses are divided by {ratio:g} to match"
-    yield text
+    yield text + f", and their losses are divided by {ratio:g}" * (not near(ratio, 1))
 
 
 def unread(found: list[Fit]) -> str:
@@ -190,9 +187,8 @@ def gathered_without_gradient(job):
 def unequal_means(job):
     """The targets of a step have different weights.
 
-    Sum the losses (reduction="sum"), all-reduce the number of targets in all passes (or
-    the sum of their class weights), and divide the summed loss by the result. Then
-    multiply it by the world size, because DDP averages over the ranks.
+    Sum the losses (reduction="sum"), multiply by the world size (because DDP averages),
+    and divide by the all-reduced number (or class weights) of all passes' targets.
     Not a mistake if: each batch should have the same weight.
     """
     fitted, rank, seen = fits(job), job.processes[0], []

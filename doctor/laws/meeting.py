@@ -27,14 +27,9 @@ LOST = re.compile(
 )
 
 ORDER = "Use the same order on all ranks, such as sorted(names): a set has no order."
-LEAVES = (
-    "Leave the loop on all ranks together: all_reduce() the number that ends it. "
-    "reduce() gives its result to one rank only."
-)
-IMPORTS = (  # so they wait for their own copy of the training
-    "Put the code that trains under if __name__ == '__main__': loader processes import "
-    "the script, by default since Python 3.14."
-)
+LEAVES = "Leave the loop on all ranks together: all_reduce() the number that ends it."
+# Loader processes wait for their own copy of the training
+IMPORTS = "Train under if __name__ == '__main__': loader processes import the script."
 NO_GPU = "Read the traceback above. If the script needs a GPU, use doctor --cpu."
 
 

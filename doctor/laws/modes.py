@@ -69,15 +69,9 @@ class Modes(Watcher):
         key = id(network), current.loader, current.epoch
         if key in self.validated or (gradients and current.steps):
             return
-        event = Validation(
-            network=type(network).__name__,
-            loader=current.loader,
-            epoch=current.epoch,
-            training=trains(network),
-            gradients=gradients,
-            place=place(),
-        )
-        self.pending = key, event
+        own = {"network": type(network).__name__, "training": trains(network)}
+        own |= {"loader": current.loader, "epoch": current.epoch, "place": place()}
+        self.pending = key, Validation(gradients=gradients, **own)
         if not gradients:  # or else, a backward pass may follow
             self.keep()
 
@@ -132,8 +126,7 @@ def layers(job) -> list[Mode]:
 def frozen_in_train_mode(job):
     """A frozen network runs in training mode.
 
-    Call eval() on the frozen network after each call of train() on the network around
-    it, because train() changes all submodules.
+    Call eval() on it after each train() of its parent, which changes all submodules.
     Not a mistake if: its dropout or batch norm layers are meant to work as in training.
     """
     frozen = [one for one in layers(job) if not (one.lives or one.moves)]

@@ -15,10 +15,7 @@ from .randomness import Draw
 from .resume import Restored
 from .samples import LAW, left_out, where
 
-SHARE = (
-    "With persistent_workers=True, the loader's processes keep their copies of the "
-    "dataset: keep this number in a tensor with share_memory_(), or omit the option."
-)
+SHARE = "Omit persistent_workers, or keep the number in a tensor with share_memory_()."
 
 
 @check(LAW, WRONG, needs=[Step], causes=[left_out], read="lesson 4")
@@ -52,8 +49,7 @@ def same_order(job):
         return
     for number, (one, other) in enumerate(pairwise(marks(job) if kept else ())):
         if one == other and tells(one):
-            what = f"epochs {number} and {number + 1} have {len(one)} samples per rank "
-            what += "with the same labels or other integers in the same order"
+            what = f"epochs {number} and {number + 1} have the same {len(one)} labels"
             yield Breach(what + kept, where(job), mend=SHARE)
             return
 

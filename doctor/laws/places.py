@@ -108,8 +108,7 @@ def cannot_join(job):
 def no_group(job):
     """The processes never join a process group, so each of them trains alone.
 
-    Call init_process_group() at the start and wrap the network in DDP: a launcher only
-    starts the processes.
+    Call init_process_group() at the start, and wrap the network in DDP.
     """
     if len(job.processes) > 1 and not (job.of(Joins) or job.of(Rank)):
         what = f"none of {len(job.processes)} processes calls init_process_group()"

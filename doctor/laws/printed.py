@@ -19,10 +19,7 @@ from .samples import datasets_differ
 
 LAW = Law(7, "printed", "Printed results are true")
 CAUSES = datasets_differ, not_averaged, names_differ, weights_differ, weights_drift
-SORT = (
-    "Put the gathered predictions into the order of the labels, or gather the labels "
-    "too: DistributedSampler gives rank r the samples r, r + world_size, ..."
-)
+SORT = "Gather the labels, too: DistributedSampler changes the order of the samples."
 MEANS = {("mean", 1), ("other mean", 1)}  # Term.kind and Term.inner
 TRAINING = "which a network in training mode has computed"
 WHAT = dict.fromkeys(("accuracy", "error"), ("hits", "top1"))

@@ -175,8 +175,7 @@ def same_random_numbers(job):
 
     At the start of each epoch, call torch.manual_seed(seed + 1000 * epoch + rank). Seed
     the script's own generators differently on each rank, too.
-    Not a mistake if: all ranks are meant to draw the same numbers, such as a size, or
-    the network itself is divided between the ranks.
+    Not a mistake if: all ranks are meant to draw the same numbers, such as a size.
     """
     undivided(job)
     held, some, found = [], "", False

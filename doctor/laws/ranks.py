@@ -227,10 +227,8 @@ def apart(values: list[float], others: list[float], batches: float) -> tuple:
 def ranks_differ(job):
     """One rank's samples, losses or gradients differ significantly from the others'.
 
-    Look for what is different on that rank: its files, its preprocessing, its labels,
-    its loss, its GPU.
-    Not a mistake if: the ranks are meant to have different samples, such as one
-    language each.
+    Look for what differs on that rank: files, preprocessing, labels, its loss, its GPU.
+    Not a mistake if: the ranks have different samples on purpose, such as languages.
     """
     lists, batches = series(job), independent(job)
     every = {k: x for k, x in lists.items() if len(x[0]) >= FEWEST and tells(k, lists)}

@@ -182,8 +182,7 @@ def not_restored(job):
 def one_ranks_state(job):
     """All ranks resume with the same state, although each rank had its own.
 
-    Save the state of every rank: gather all parts on rank 0, or write one file for each
-    rank. On each rank, load the rank's own part.
+    Save every rank's state, in one file or in one per rank, and load each rank's own.
     Not a mistake if: one rank's state is good enough for all ranks.
     """
     several(job)

@@ -23,18 +23,11 @@ SETTINGS = "seed", "epoch", "rank", "num_replicas"  # of samplers
 CLASSES = "Give classes (or words) the same numbers on every rank: sort their names."
 DATA = re.compile("d.?p|data|rep|shard|batch|rank", re.I)  # names of dimensions
 DIVIDES = "DistributedSampler", "BatchSamplerShard", "ElasticSampler"
-DIVIDE = (
-    "Divide a permutation of all samples with order[rank::world_size]; draw this order "
-    "with the same seed on all ranks"
-)
-AGAIN = (
-    "Write `for batch in loader:`. next(iter(loader)) begins a new pass, which returns "
-    "the first batch again."
-)
+DIVIDE = "Read order[rank::world_size] of an order drawn with one seed on all ranks"
+AGAIN = "Write `for x in loader:`. next(iter(loader)) returns the first batch again."
 STREAM = (
-    "Put all samples in the same order on all ranks, and yield only every "
-    "world_size-th, starting at the rank's number; loader processes (see "
-    "get_worker_info()) must divide this part further."
+    "Yield only every world_size-th sample, starting at the rank's number; loader "
+    "processes (see get_worker_info()) must divide this part further."
 )
 
 
@@ -115,10 +108,9 @@ def where(job: Job, number: int | None = None) -> str:
 def datasets_differ(job):
     """The ranks' datasets differ, but a sampler divides them as if they were the same.
 
-    Give every rank the same samples in the same order: sort lists of files, use the
-    same seed on all ranks for random_split() and every shuffle of the dataset, and do
-    not use hash() of strings, which differs between processes. If the script divides
-    the samples itself, omit the sampler.
+    Sort lists of files, seed random_split() and each shuffle of the dataset alike on
+    all ranks, and do not use hash() of strings, which differs between processes. If the
+    script divides the samples itself, omit the sampler.
     Not a mistake if: each rank augments its samples once, and keeps them.
     """
     several(job)

@@ -12,10 +12,7 @@ from ..watcher import Watcher
 from .alive import LAW as LEARNS
 from .replicas import LAW, alike, weights_drift
 
-RESUMED = (
-    "load_state_dict() restores the old schedule's length: if the number of steps has "
-    "changed, create the scheduler again, and call step() for each finished step."
-)
+RESUMED = "load_state_dict() restores the old length. Repeat the steps taken instead."
 
 
 class Schedule(Event):
@@ -59,14 +56,9 @@ class Schedules(Watcher):
     def on_end(self) -> None:
         for known, where, made in self.made:
             if (one := known()) is not None:
-                event = Schedule(
-                    type=type(one).__name__,
-                    planned=length(one),
-                    made=made,
-                    taken=int(getattr(one, "last_epoch", 0)),
-                    place=where,
-                )
-                recorder.write(event)
+                own = {"type": type(one).__name__, "planned": length(one), "made": made}
+                taken = int(getattr(one, "last_epoch", 0))
+                recorder.write(Schedule(taken=taken, place=where, **own))
 
 
 def length(scheduler) -> int | None:

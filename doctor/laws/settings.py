@@ -12,8 +12,7 @@ from .samples import datasets_differ
 def settings_differ(job):
     """The ranks train with different settings.
 
-    Make the setting the same on every rank; after an evaluation on one rank, call
-    train() on that rank.
+    Use one setting on all ranks; after an evaluation on one rank, call train() there.
     Not a mistake if: the ranks are meant to differ, for example in their batch sizes.
     """
     count, differ = Counter(), {}

@@ -87,8 +87,7 @@ def same_targets(job):
 def meanings_differ(job):
     """Ids (of words, for example) or classes mean different things on each rank.
 
-    Use the same ids and classes on all ranks: build the vocabulary from all samples, or
-    build it on rank 0 only and broadcast it.
+    Build the vocabulary from all samples, or build it on rank 0 and broadcast it.
     Not a mistake if: each rank is meant to learn a task of its own.
     """
     first, *ranks = [samples(process) for process in job.processes[:4]]
