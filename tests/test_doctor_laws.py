@@ -270,7 +270,7 @@ def test_the_advice_fits_the_loader(stream):
     sampler = "DistributedSampler" if stream else "WeightedRandomSampler"
     found = report(*[fed([*range(64)], 1, stream, sampler=sampler)] * 2, steps=0)
     assert named(found) == {"same_samples"}
-    advice = "Put all samples" if stream else "Seed the sampler's"
+    advice = "Yield only every" if stream else "Seed the sampler's"
     assert found.findings[0].mend.startswith(advice)
 
 

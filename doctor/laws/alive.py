@@ -53,8 +53,6 @@ class Alive(Watcher):
         self.rated = set()  # 16-bit weights whose learning rate was above 0
         self.nonzero = set()  # weights with nonzero sampled gradients
 
-    # --- gradients ---
-
     def on_gradient(self, weight, gradient) -> None:
         self.reached.add(id(weight))
 

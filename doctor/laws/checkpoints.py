@@ -181,10 +181,7 @@ class Checkpoints(Watcher):
 
 
 def cut(obj) -> list[str]:
-    """Return the names of weights whose shards (of this process) an object contains.
-
-    The object's tensors match the shards by name and shape, or by shape and values.
-    """
+    """Return the names of weights whose shards (of this process) an object contains."""
     known = {
         bare(name): one
         for network in [*Moments.here.networks]
@@ -279,12 +276,10 @@ def no_optimizer(job):
     complete = any(one.has and {*one.has} <= {*one.holds} for one in last)
     for (path, own), one in zip(saved, last, strict=True):
         if any(x.live or x.taken is not None for x in own):
-            text = f"the weights in {base(path)} are the network's own tensors, which "
-            raise Doubt(f"{text}change: it is not known which step they are from")
+            raise Doubt(f"{base(path)} has tensors that may have changed since")
         missing = [name for name in one.has if name not in one.holds]
         if missing and (one.counts or one.holds) and not complete:
-            what = f"{base(path)} has weights and {', '.join(one.holds) or 'a number'}"
-            what += f", but not the state of the {' and the '.join(missing)}"
+            what = f"{base(path)} lacks the state of the {' and the '.join(missing)}"
             yield Breach(what, one.place)
         elif one.whole:
             more = f" and the state of the {' and the '.join(one.holds)}"

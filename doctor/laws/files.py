@@ -17,10 +17,7 @@ CACHES = "cache", ".lock", "__pycache__"
 
 
 class Opened(Event, limit=300):
-    """The process has opened a file for writing, or torch.save() has written it.
-
-    The script may also have renamed a file that torch.save() wrote.
-    """
+    """A file was opened for writing, or was written by torch.save() (and renamed)."""
 
     path: str
     saved: bool = False

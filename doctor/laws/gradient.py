@@ -225,8 +225,7 @@ def clip_order(job):
             text, level = "gradients change after they are clipped", RISK
         else:
             continue
-        what = f"in step {one.step + 1}, {text}"
-        yield Breach(what, last["place"], level=level)
+        yield Breach(f"in step {one.step + 1}, {text}", last["place"], level=level)
         return
 
 
@@ -303,6 +302,5 @@ def another_steps_pass(job):
         count = sum(one.optimizer == own for one in steps)
         if len(rows) > max(3, count / 2) and all(users[x] == {own} for _, x in rows):
             one = rows[0][0]
-            what = f"{len(rows)} of {count} steps of an optimizer also use gradients "
-            what += f"that another optimizer's step has used: {listed(one.names)}"
-            yield Breach(what, one.passes[0]["place"])
+            what = f"{len(rows)} of {count} steps also use another step's gradients of "
+            yield Breach(what + listed(one.names), one.passes[0]["place"])

@@ -141,8 +141,7 @@ def mean_gradient(job):
     wrong = sum(bool(totals(x)) and x not in right for x in found)
     need(not wrong, f"in {wrong} of {total} steps, samples have other weights")
     uneven = [any(unequal(weights(x, n)) for n in range(20)) for x in right]
-    text = "the losses are means over different numbers of targets, or sums of class "
-    need(sum(uneven) <= len(right) / 2, f"{text}weights")
+    need(sum(uneven) <= len(right) / 2, "the losses' targets have different weights")
     text = f"in {len(right)} of {total} steps, the gradient is {ratio:#.4g} x the mean "
     text += f"of {size} ranks' own gradients"
     yield text + f", and their losses are divided by {ratio:g}" * (not near(ratio, 1))

@@ -57,9 +57,8 @@ def mixed_gradients(job):
     """
     found, example, rows = set(), "", job.rows(Update)
     for row in rows:
-        first, *others = (
-            [tuple(x.part(x.used, n)) for n in range(len(x.names))] for x in row
-        )
+        lists = [[tuple(x.part(x.used, n)) for n in range(len(x.names))] for x in row]
+        first, *others = lists
         own = {values: n for n, values in enumerate(first)}
         for other, parts in zip(row[1:], others, strict=True):
             for n, values in enumerate(parts[: len(first)]):

@@ -154,10 +154,7 @@ def draws(job, where: str) -> list[dict[tuple, Draw]]:
 
 
 def equal(rows: list[dict]) -> tuple[dict[str, list[bool]], list[Draw]]:
-    """Return {generator: whether two ranks have equal states, in each common draw}.
-
-    Also return the ranks' first equal draws.
-    """
+    """Return {generator: is it equal on two ranks, per draw?} and first equal draws."""
     found, pair = {}, []
     for key in sorted(key for key in rows[0] if all(key in row for row in rows)):
         ranks = [row[key] for row in rows]

@@ -236,8 +236,7 @@ def mechanism(job: Job, one: Reads, later=False) -> tuple[str, str]:
         return "", f"{DIVIDE}, {mend}"
     if one.shift:
         extra = f"; in most steps, sample {one.shift + 1} of a rank is another's first"
-        mend = "Begin at rank * batch size, and move by world_size * batch size"
-        return extra, f"{mend} in each step, or read order[rank::world_size]."
+        return extra, f"Move by world_size * batch size in each step. {DIVIDE}."
     if not one.feeds:
         mend = "If batches are drawn at random, seed each rank differently."
         return "", f"{DIVIDE}. {mend}"

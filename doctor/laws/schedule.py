@@ -117,8 +117,7 @@ def schedule(job):
     need(ended, "the job did not train to the end")
     whole = [one for one in process.epochs if process.whole(one)]
     if len(whole) > 1 and not any(one.taken for one in found):
-        what = f"no scheduler takes a step in {len(whole)} epochs"
-        yield Breach(what, found[0].place)
+        yield Breach(f"no scheduler steps in {len(whole)} epochs", found[0].place)
     # A script that resumes makes its scheduler again: the last one takes all steps
     known = {x.place: x for x in sorted(found, key=lambda one: one.taken)}
     for one in known.values():

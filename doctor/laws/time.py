@@ -134,9 +134,6 @@ def queued() -> float:
         return 0.0
 
 
-# --- what the steps show ---
-
-
 def timed(process: Process) -> list[Spans]:
     """Return the steps that were only timed or, if few were, all but the first five."""
     steps = [one for one in process.of(Spans) if one.wall]
@@ -187,8 +184,7 @@ def every_micro_batch(job):
         forwards = [one["forwards"][-1] for one in passes if one["forwards"]]
         places, count = {one["place"] for one in passes}, len(passes)
         if sum(forwards) >= count > 1 == len(places):
-            what = f"DDP averages gradients {count} times per step"
-            yield Breach(what, passes[0]["place"])
+            yield Breach(f"DDP averages {count} times per step", passes[0]["place"])
             return
 
 
@@ -265,8 +261,7 @@ def validation_with_gradients(job):
     """
     found = [x for x in validations(job) if x.gradients and not x.training]
     for one in found[:1]:
-        what = f"rank {one.rank} validates {one.network} with gradients"
-        yield Breach(what, one.place)
+        yield Breach(f"{one.network} validates with gradients", one.place)
 
 
 @check(LAW, SLOW, needs=[Spans, Runs], read="lesson 1")
