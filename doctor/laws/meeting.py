@@ -276,7 +276,8 @@ def batch_counts_differ(job):
         elif not ends or not (all(whole) or max(counts) > min(ends)):
             break
         if len({*counts}) > 1:
-            what = f"in epoch {epoch}, the ranks have {counts} batches"
+            told = ", ".join(map(str, counts))
+            what = f"the ranks have {told} batches in epoch {epoch}"
             yield Breach(what, feeds[0].place, level=WRONG if failed else RISK)
             return
     done = [n for n in epochs if all(one.whole(n) for one in job.processes)]
