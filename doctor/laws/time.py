@@ -248,7 +248,7 @@ def slowest(job, steps: list[list[Spans]], wall: float) -> Breach | None:
     part = max(more, key=more.__getitem__)
     if more[part] < 0.5 * gain:
         return None
-    what = f"rank {slow} works {1000 * most:.0f} ms per step, the others at most "
+    what = f"rank {slow} needs {1000 * most:.0f} ms per step, the others at most "
     what += f"{1000 * others:.0f} ms: its {part} takes {1000 * more[part]:.0f} ms more"
     return Breach(what, mend=f"Find out what extra work this rank does in its {part}.")
 
