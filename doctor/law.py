@@ -22,6 +22,7 @@ from .job import Job
 
 WRONG, RISK, SLOW, NOTE = LEVELS = "WRONG", "RISK", "SLOW", "note"
 HELD, BROKEN, NOT_JUDGED = "held", "broken", "not judged"
+COMPARES = "ranks", "randomness", "replicas"  # laws that need several processes
 
 
 class NotJudged(Exception):
@@ -39,7 +40,6 @@ class Law:
     number: int
     name: str  # as in "law 4"
     text: str  # what is true of every correct job
-    compares: bool = False  # all its checks need several processes
 
 
 @dataclass
@@ -177,7 +177,7 @@ def several(job: Job) -> None:
 
 def judge(job: Job, own: Check) -> Iterator[Breach | str]:
     """Yield a check's breaches and evidence."""
-    if own.law.compares:
+    if own.law.name in COMPARES:
         several(job)
     for kind in own.needs:
         seen = kind.__doc__.split("\n")[0].split(". ")[0].rstrip(".")

@@ -20,7 +20,7 @@ from ..signature import plain
 from ..watcher import Watcher
 from .samples import same_samples, undivided
 
-LAW = Law(3, "randomness", "Random streams differ", compares=True)
+LAW = Law(3, "randomness", "Random streams differ")
 FETCHES = 15  # maximum number of batches to record per pass and process
 WORKERS = (
     "Seed PyTorch, and a generator given to the DataLoader, by epoch and rank; seed "

@@ -17,7 +17,7 @@ from ..watcher import Watcher
 from .replicas import other_network_differs
 from .samples import datasets_differ, where
 
-LAW = Law(2, "ranks", "Ranks are exchangeable", compares=True)
+LAW = Law(2, "ranks", "Ranks are exchangeable")
 CAUSES = datasets_differ, other_network_differs
 FEWEST, BATCHES = 20, 8  # minimum numbers of passes and of distinct batches
 LOSSES = """cross_entropy nll_loss binary_cross_entropy mse_loss l1_loss huber_loss

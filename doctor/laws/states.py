@@ -12,7 +12,7 @@ from ..record import STEPS, place, recorder, torch
 from ..sample import digest, flat, numbers
 from ..watcher import Watcher
 
-LAW = Law(4, "replicas", "Replicas are equal", compares=True)
+LAW = Law(4, "replicas", "Replicas are equal")
 # Before these steps, doctor compares optimizer states
 STATES = {1, 2, 5, 10, 20, STEPS - 1}
 
