@@ -22,6 +22,7 @@ from .job import Job
 
 WRONG, RISK, SLOW, NOTE = LEVELS = "WRONG", "RISK", "SLOW", "note"
 HELD, BROKEN, NOT_JUDGED = "held", "broken", "not judged"
+COMPARES = "ranks", "randomness", "replicas"  # laws that need several processes
 
 
 class NotJudged(Exception):
@@ -176,6 +177,8 @@ def several(job: Job) -> None:
 
 def judge(job: Job, own: Check) -> Iterator[Breach | str]:
     """Yield a check's breaches and evidence."""
+    if own.law.name in COMPARES:
+        several(job)
     for kind in own.needs:
         seen = kind.__doc__.split("\n")[0].split(". ")[0].rstrip(".")
         need(job.of(kind), f"not seen: {seen[0].lower()}{seen[1:]}")

@@ -253,7 +253,7 @@ def test_numbers_that_another_rank_draws_at_another_time(ranks, wanted):
     ranks = [[Seed(**line, call=x, step=n) for n, x in enumerate(x)] for x in ranks]
     found = report(*ranks)
     assert ("shifted_numbers" in named(found)) == wanted
-    told = "on ranks 0 and 1, but in steps whose numbers differ by 1 (19 times)"
+    told = "19 times on ranks 0 and 1, 1 steps apart"
     assert not wanted or told in found.findings[0].what
 
 
@@ -291,7 +291,7 @@ def test_the_advice_fits_the_loader(stream):
     sampler = "DistributedSampler" if stream else "WeightedRandomSampler"
     found = report(*[fed([*range(64)], 1, stream, sampler=sampler)] * 2, steps=0)
     assert named(found) == {"same_samples"}
-    advice = "Put all samples" if stream else "Seed the sampler's"
+    advice = "Yield only every" if stream else "Seed the sampler's"
     assert found.findings[0].mend.startswith(advice)
 
 

@@ -52,11 +52,7 @@ def visible() -> int:
 
 
 def resolve(device=None) -> torch.device:
-    """Return a torch.device, with its index, for any device that PyTorch accepts.
-
-    Raises:
-        RuntimeError: if the process has no GPU with this index.
-    """
+    """Return any device as a torch.device; raise RuntimeError if the GPU is missing."""
     if device is None or isinstance(device, int):
         device = "cuda" if device in (None, -1) else torch.device("cuda", device)
     device = torch.device(device)

@@ -38,10 +38,7 @@ def moved(source: Tensor, result: Tensor, place: torch.device) -> Tensor:
 
 
 def general(func, args: tuple, kwargs: dict):
-    """Call a function; mark results with the requested device, or the inputs' own.
-
-    If it draws random numbers, use the GPU's generator.
-    """
+    """Call a function, which may draw random numbers of the GPU; mark its results."""
     place, device = place_among((*args, *kwargs.values())), kwargs.get("device")
     if device is None and func in _device._device_constructors():
         device = _device.CURRENT_DEVICE

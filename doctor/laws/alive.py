@@ -4,7 +4,7 @@ from collections import Counter
 from itertools import compress
 
 from ..event import Event
-from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need
+from ..law import RISK, WRONG, Breach, Law, check, explains, need
 from ..moments import Moments, Step, weights
 from ..record import STEPS, recorder, torch
 from ..sample import numbers
@@ -18,10 +18,7 @@ from .replicas import listed
 LAW = Law(6, "alive", "Every weight learns")
 # After these steps, doctor writes an event for each weight and layer
 WRITES = {*range(1, 4), *range(4, STEPS, 4), STEPS}
-ZERO = (
-    "Look for factors of zero: two factors that both start at zero never learn; nor do "
-    "weights whose results go into a ReLU and are always negative."
-)
+ZERO = "Look for two factors that start at zero, and for ReLUs with negative inputs."
 
 
 class Weight(Event, limit=10**6):  # enough for all weights, several times
@@ -55,8 +52,6 @@ class Alive(Watcher):
         self.copied = set()  # weights with a state of more bits, such as an fp32 copy
         self.rated = set()  # 16-bit weights whose learning rate was above 0
         self.nonzero = set()  # weights with nonzero sampled gradients
-
-    # --- gradients ---
 
     def on_gradient(self, weight, gradient) -> None:
         self.reached.add(id(weight))
@@ -214,21 +209,18 @@ def dead_weights(job):
     argmax(), or a reentrant checkpoint whose inputs need no gradient.
     Not a mistake if: you do not want to train them; then call requires_grad_(False).
     """
-    rows = [x for x in latest(job).values() if x[0].trainable]
-    rows = [x for x in rows if x[0].optimizer not in (None, -1)]
-    need(rows, "no weights of an optimizer were seen")
+    rows = [x for x in latest(job).values() if x[0].optimizer not in (None, -1)]
+    rows = need([x for x in rows if x[0].trainable], "no optimizer's weights were seen")
     dead = [x[0] for x in rows if not any(one.alive for one in x)]
     alive = [x[0] for x in rows if any(one.alive for one in x)]
     orders = [[x.name for x in p.of(Weight) if x.step == 1] for p in job.processes]
-    if any(x != orders[0] for x in orders):
-        raise NotJudged("the ranks' weights differ in their names or their order")
-    if (steps := max(x[0].steps for x in rows)) < 2:
-        raise NotJudged("only one step was seen")
+    same = all(x == orders[0] for x in orders)
+    need(same, "the ranks' weights differ in their names or their order")
+    need((steps := max(x[0].steps for x in rows)) > 1, "only one step was seen")
     for number in sorted({x.optimizer for x in dead} - {x.optimizer for x in alive}):
         own = [one for one in dead if one.optimizer == number]
         dead = [one for one in dead if one.optimizer != number]
-        what = f"all {len(own)} weights of an optimizer have no gradient or zero "
-        what += f"gradients in {own[0].steps} steps: {names(own)}"
+        what = f"all {len(own)} gradients of an optimizer are zero: {names(own)}"
         yield Breach(what, own[0].place or job.of(Step)[0].place, facts=own)
     runs = max((one.first for one in alive), default=-1)
     if lost(job):  # then an optimizer may have the weights of an old head
@@ -245,16 +237,13 @@ def dead_weights(job):
     count = f"of {len(rows)} trainable weights"
     never = f"{count} never get a gradient in {steps} steps"
     if needed:
-        what, mend = f"{len(needed)} {never}", ""
-        if all(one.reached for one in needed):
-            what, mend = (
-                what.replace("never get a gradient", "get only zero gradients"),
-                ZERO,
-            )
+        what, zero = f"{len(needed)} {never}", all(one.reached for one in needed)
+        if zero:
+            what = what.replace("never get a gradient", "get only zero gradients")
         elif any(0 <= one.first < runs for one in needed):
             what += " (weights in later layers do learn)"
-        where = needed[0].place
-        yield Breach(f"{what}: {names(needed)}", where, facts=needed, mend=mend)
+        what += f": {names(needed)}"
+        yield Breach(what, needed[0].place, facts=needed, mend=ZERO * zero)
     elif dead:
         what = f"{len(dead)} {never}: {names(dead)}"
         need(cut := cut_off(job), f"{what}; perhaps the loss should use them")
@@ -267,8 +256,7 @@ def dead_weights(job):
         moved = [change for x in half for change in x.changes]
         few = len(moved) > 19 and sum(moved) < len(moved) / 4
         if few:
-            what = f"{moved.count(False)} of {len(moved)} sampled elements of 16-bit "
-            what, still = f"{what}weights", half
+            what, still = "most elements of 16-bit weights", half
         if few or (still and all(x.half and x.alive > 9 for x in still)):
             text = f"{text} in {steps} steps: {names(still)}"
             own = [x for x in job.of(Step) if x.optimizer == still[0].optimizer]
@@ -277,8 +265,7 @@ def dead_weights(job):
             need(not rises, f"{what} {text}; the learning rate still rises")
             yield Breach(f"{what} {text}", own[0].place, facts=still)
             return
-        if still:
-            raise NotJudged(f"{what} {text}: {names(still)}")
+        need(not still, f"{what} {text}: {names(still)}")
         yield f"{len(alive)} {count} get gradients and change in {steps} steps"
 
 
@@ -326,19 +313,17 @@ def lost(job) -> list[Weight]:
 def not_in_an_optimizer(job):
     """Some weights get gradients but are in no optimizer.
 
-    Give the optimizer the final network's parameters: create it after the last change
-    to the network.
-    Not a mistake if: these weights are not meant to change; then call
-    requires_grad_(False), which saves time.
+    Create the optimizer, with all parameters, after the last change to the network.
+    Not a mistake if: these weights should not change; then call requires_grad_(False).
     """
     found, rows = lost(job), [x[0] for x in latest(job).values()]
     still = [x[0] for x in latest(job).values() if not any(one.moves for one in x)]
     end = job.of(Step)[-1].step  # events at the job's end have a higher number
     idle = [x for x in still if x.step > end and x.optimizer == -1 and x.alive]
     if idle and job.status == 0:  # otherwise, a later phase may be missing
-        what = f"{len(idle)} weights get gradients, but their optimizer never takes a "
+        what = f"the optimizer of {len(idle)} weights takes no step: {names(idle)}"
         mend = "Call step() of each optimizer after backward()."
-        yield Breach(f"{what}step: {names(idle)}", job.of(Step)[0].place, mend=mend)
+        yield Breach(what, job.of(Step)[0].place, mend=mend)
     if found:
         count = f"{len(found)} of {sum(x.trainable for x in rows)} weights"
         what = f"{count} get gradients, but no optimizer has them: {names(found)}"

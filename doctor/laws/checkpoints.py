@@ -12,7 +12,7 @@ from ..moments import Moments
 from ..record import place, recorder, torch, wrap
 from ..sample import digest, numbers
 from ..watcher import Watcher
-from .files import LAW, Opened, base, plural
+from .files import LAW, Opened, base
 from .meeting import hangs
 from .states import kept
 
@@ -111,7 +111,7 @@ class Checkpoints(Watcher):
         path = f if named else getattr(f, "name", None)
         path = os.path.abspath(path) if isinstance(path, (str, os.PathLike)) else None
         there = named and path in self.weights and os.path.exists(path)
-        others = [x for x in self.weights if x != path and os.path.exists(x)]
+        others = sum(x != path and os.path.exists(x) for x in self.weights)
         content = self.content(obj)
         result = call(obj, f, *args, **kwargs)
         if path:
@@ -119,8 +119,7 @@ class Checkpoints(Watcher):
             self.marks[path] = mark_of(obj)
         if content:
             self.weights |= {path} - {None}
-            content |= {"path": path, "overwrites": there}
-            recorder.write(Saved(**content, others=len(others)))
+            recorder.write(Saved(**content, path=path, overwrites=there, others=others))
         if path and (names := cut(obj)):
             recorder.write(Cut(path=path, names=names[:9], place=place()))
         return result
@@ -141,9 +140,8 @@ class Checkpoints(Watcher):
         if content := self.content(state):
             # torch.distributed.checkpoint copies tensors; all ranks write their parts
             content |= {"taken": None, "live": False, "wrapped": False}
-            path = None if path is None else os.path.abspath(path)
-            content |= {"path": path, "place": place(), "overwrites": False}
-            recorder.write(Saved(**content, others=1))
+            content |= {"path": path and os.path.abspath(path), "place": place()}
+            recorder.write(Saved(**content, overwrites=False, others=1))
         return result
 
     def content(self, obj) -> dict:
@@ -183,10 +181,7 @@ class Checkpoints(Watcher):
 
 
 def cut(obj) -> list[str]:
-    """Return the names of weights whose shards (of this process) an object contains.
-
-    The object's tensors match the shards by name and shape, or by shape and values.
-    """
+    """Return the names of weights whose shards (of this process) an object contains."""
     known = {
         bare(name): one
         for network in [*Moments.here.networks]
@@ -281,12 +276,10 @@ def no_optimizer(job):
     complete = any(one.has and {*one.has} <= {*one.holds} for one in last)
     for (path, own), one in zip(saved, last, strict=True):
         if any(x.live or x.taken is not None for x in own):
-            text = f"the weights in {base(path)} are the network's own tensors, which "
-            raise Doubt(f"{text}change: it is not known which step they are from")
+            raise Doubt(f"{base(path)} has tensors that may have changed since")
         missing = [name for name in one.has if name not in one.holds]
         if missing and (one.counts or one.holds) and not complete:
-            what = f"{base(path)} has weights and {', '.join(one.holds) or 'a number'}"
-            what += f", but not the state of the {' and the '.join(missing)}"
+            what = f"{base(path)} lacks the state of the {' and the '.join(missing)}"
             yield Breach(what, one.place)
         elif one.whole:
             more = f" and the state of the {' and the '.join(one.holds)}"
@@ -301,10 +294,10 @@ def lacking(job):
     Not a mistake if: the script restores the missing tensors in another way.
     """
     for path, own in checkpoints(job):
-        if (names := own[-1].missing) and (own[-1].counts or own[-1].holds):
-            what = f"{base(path)} has {own[-1].whole} weights of the network, but not "
-            more = f" and {len(names) - 3} more" * (len(names) > 3)
-            yield Breach(f"{what}{', '.join(names[:3])}{more}", own[-1].place)
+        if own[-1].missing and (own[-1].counts or own[-1].holds):
+            names = ", ".join(own[-1].missing[:3])
+            what = f"{base(path)} has {own[-1].whole} weights, but it lacks {names}"
+            yield Breach(what, own[-1].place)
 
 
 @check(LAW, NOTE, causes=[hangs], read="pitfall 20")
@@ -316,9 +309,8 @@ def save_in_place(job):
     for path, saves in checkpoints(job):
         own = [one for one in saves if one.overwrites]
         if own and not own[-1].others:
-            what = f"{base(path)} is overwritten in place {len(own)} time"
-            what += f"{plural(len(own))}: if the job is killed meanwhile, "
-            yield Breach(f"{what}both checkpoints are lost", own[-1].place)
+            what = f"the old {base(path)} is lost if the job is killed in torch.save()"
+            yield Breach(what, own[-1].place)
 
 
 @check(LAW, RISK, read="pitfall 18")

@@ -22,9 +22,8 @@ def summed(job, breach):
     values, size = [x.factor for x in found], len(job.processes)
     usual, scale = median(values), found[0].row[0].passes[-1]["scale"]
     if scale not in (None, 1) and near(values[0], scale):
-        what = f"the gradients of step {found[0].row[0].step + 1} are still {scale:g} "
+        what = f"the gradients are {scale:g} times too large: nothing unscales them"
         mend = "Call scaler.step(optimizer), not optimizer.step()."
-        what += "times too large: nothing unscales them"
         return Breach(what, level=WRONG, mend=mend)
     count, how = sum(near(x, usual) for x in values), f"{usual:.3g} times the mean"
     if near(usual, size) or near(usual, 1 / size):
@@ -43,9 +42,8 @@ def summed(job, breach):
 def summed_loss(job, breach):
     """The loss is a sum over samples, and DDP averages the ranks' gradients.
 
-    Multiply the loss by the world size, or divide the sum by the number of samples (or
-    targets) of all ranks: otherwise, N processes with batch size B do not take the same
-    step as one process with batch size N x B.
+    Multiply the loss by the world size, or use the mean over a rank's samples (or
+    targets) if all ranks have equally many.
     Not a mistake if: the learning rate accounts for this factor.
     """
     found = breach.facts or []
@@ -65,8 +63,7 @@ def summed_loss(job, breach):
     # A number of targets, by which the script divides, would change between steps
     if max(Counter(plain).values(), default=0) > 0.9 * len(found):
         constant = len(rows) == 1 and {x for _, x in rows} == {1}  # only a factor
-        what = "the loss is a sum over the samples of a rank's batch, and the "
-        what += f"gradients are divided by {size}, the number of processes"
+        what = f"each rank sums its samples' losses, and {size} ranks are averaged"
         return Breach(what, level=NOTE if constant else RISK)
     return None
 

@@ -18,10 +18,7 @@ CACHES = "cache", ".lock", "__pycache__"
 
 
 class Opened(Event, limit=300):
-    """The process has opened a file for writing, or torch.save() has written it.
-
-    The script may also have renamed a file that torch.save() wrote.
-    """
+    """A file was opened for writing, or was written by torch.save() (and renamed)."""
 
     path: str
     saved: bool = False
@@ -64,11 +61,6 @@ def base(path: str | None) -> str:
     return os.path.basename(path or "a file")
 
 
-def plural(count: int) -> str:
-    """Return a noun's plural "s", or "" if the count is 1."""
-    return "s" * (count != 1)
-
-
 @check(LAW, RISK, general=True, read="pitfall 20")
 def several_write(job):
     """Several ranks write the same file.
@@ -77,7 +69,7 @@ def several_write(job):
     Not a mistake if: all ranks write the same content, or append whole lines.
     """
     several(job)
-    files, shared = {}, []
+    files, shared, alone = {}, [], []
     for process in job.processes:  # each host has its own paths
         host = process.of(Start)[0].host
         for one in process.of(Opened):
@@ -94,15 +86,16 @@ def several_write(job):
                 yield Breach(what, events[0].place, facts=events)
         elif len(ranks) > 1:
             shared.append((f"{base(path)} is written by ranks {told}", events[0].place))
+        else:
+            alone.append(ranks[0])
     if shared:
         more = f", and {len(shared) - 1} more" * (len(shared) > 1)
         yield Breach(shared[0][0] + more, shared[0][1])
     if any(len(process.of(Opened)) >= Opened.limit for process in job.processes):
         raise Doubt(f"only the first {Opened.limit} files of each rank were seen")
-    ranks = [{one.rank for one in events} for events in files.values()]
-    if alone := [min(one) for one in ranks if len(one) == 1]:
+    if alone:
         who = f"rank {alone[0]}" if len({*alone}) == 1 else "one rank each"
-        yield f"{len(alone)} file{plural(len(alone))} written by {who}"
+        yield f"{len(alone)} of {len(files)} files written by {who}"
 
 
 @explains(several_write, WRONG)

@@ -31,9 +31,8 @@ def loss_is_not_finite(job):
     if found:
         step, name, rank, value, stays = min(found)
         count = sum(one[:2] == (step, name) for one in found)
-        what = f"the loss is {value} on {count} of {len(job.processes)} ranks (rank "
-        what += f"{rank}) in step {step + 1}"
-        later = " and in all later ones" if stays else ", but not in all later ones"
+        what = f"the loss is {value} in step {step + 1} on {count} ranks (rank {rank})"
+        later = " and in all later steps" if stays else ", but not in all later steps"
         what += ", and weights are nan at the end" if spoilt else later
         yield Breach(what, name.removeprefix("loss of "), level="" if stays else NOTE)
     elif spoilt:

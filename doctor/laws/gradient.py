@@ -10,18 +10,10 @@ from ..law import NOTE, RISK, WRONG, Breach, check, need, several
 from .losses import by_share
 from .meeting import collectives_differ
 from .passes import LAW, Update, not_awaited
-from .replicas import (
-    alike,
-    buffers_differ,
-    equal_steps,
-    listed,
-    weights_differ,
-    weights_drift,
-)
+from .replicas import alike, equal_steps, listed, weights_differ, weights_drift
 from .states import Layout
 
 CAUSES = weights_differ, not_awaited, collectives_differ  # of unequal gradients
-EFFECTS = buffers_differ, weights_drift
 UNKNOWNS = 12  # maximum number of passes (on all ranks) whose shares doctor computes
 
 
@@ -160,7 +152,7 @@ def near(one: float, other: float, tolerance: float = 0.02) -> bool:
     return abs(one - other) <= tolerance * abs(other)
 
 
-@check(LAW, WRONG, causes=CAUSES, effects=EFFECTS, read="pitfall 11")
+@check(LAW, WRONG, causes=CAUSES, effects=[weights_drift], read="pitfall 11")
 def not_averaged(job):
     """The ranks take their steps with different gradients.
 
@@ -172,8 +164,7 @@ def not_averaged(job):
     need(seen, "the ranks' own gradients are equal, or were not seen")
     for row, names in found[:1]:
         reason, mend, level = reason_of(job, row, names)
-        what = f"in {len(found)} of {len(steps)} steps, from step {row[0].step + 1} on,"
-        what += f" the ranks use different gradients: {reason}"
+        what = f"in {len(found)} of {len(steps)} steps, the gradients differ: {reason}"
         yield Breach(what, row[0].passes[-1]["place"], mend=mend, level=level)
 
 
@@ -195,8 +186,7 @@ def reason_of(job: Job, row: list[Update], names: list[str]) -> tuple:
             mend = "Set require_backward_grad_sync before forward(), which reads it."
             return "DDP's flag is set after forward(), which is too late", mend, ""
         mend = "Use no_sync() in all passes of a step except the last."
-        what = f"no_sync() is active in {forwards.count(False)} of {len(one.passes)} "
-        return f"{what}passes, including the last one", mend, ""
+        return "no_sync() is also active in a step's last pass", mend, ""
     total = sum(any(one.part(one.used, n)) for n in range(len(one.names)))
     if len(names) < total:
         what = f"{len(names)} of {total} weights are not averaged: {listed(names)}"
@@ -213,18 +203,14 @@ def reason_of(job: Job, row: list[Update], names: list[str]) -> tuple:
     return f"nothing averages {listed(names)}", "", ""
 
 
-@check(
-    LAW,
-    WRONG,
-    causes=[not_awaited],
-    effects=[not_averaged, weights_drift],
-    read="lesson 9",
-)
+EFFECTS = not_averaged, weights_drift
+
+
+@check(LAW, WRONG, causes=[not_awaited], effects=EFFECTS, read="lesson 9")
 def clip_order(job):
     """Gradients are clipped before they are unscaled or averaged.
 
-    Clip once per step, after scaler.unscale_(optimizer) and after the gradients are
-    averaged.
+    Clip once per step, after scaler.unscale_(optimizer) and after averaging.
     Not a mistake if: the gradients are meant to change after they are clipped.
     """
     rows = [row for row in updates(job) if row[0].clips]
@@ -239,8 +225,7 @@ def clip_order(job):
             text, level = "gradients change after they are clipped", RISK
         else:
             continue
-        what = f"in step {one.step + 1}, {text}"
-        yield Breach(what, last["place"], level=level)
+        yield Breach(f"in step {one.step + 1}, {text}", last["place"], level=level)
         return
 
 
@@ -259,15 +244,13 @@ def not_cleared(job):
     """
     steps = need(job.of(Update), "no step was seen")
     for one in [x for x in steps if x.stale][:1]:
-        what = f"in step {one.step + 1}, {len(one.stale)} weights still have the "
-        what += f"gradients of an earlier step: {listed(one.stale)}"
-        place = one.passes[0]["place"] if one.passes else one.place
-        yield Breach(what, place)
+        what = f"step {one.step + 1} also has older gradients: {listed(one.stale)}"
+        yield Breach(what, one.passes[0]["place"] if one.passes else one.place)
         return
     found = [x for x in steps if {*x.lost} & {one["place"] for one in x.passes}]
     if len(found) > sum(bool(x.passes) for x in steps) / 2:
-        what = f"in {len(found)} of {len(steps)} steps, the gradients of some passes "
-        yield Breach(f"{what}are cleared before the step", found[0].lost[0], level=RISK)
+        what = f"in {len(found)} of {len(steps)} steps, unused gradients are cleared"
+        yield Breach(what, found[0].lost[0], level=RISK)
 
 
 @check(LAW, RISK, causes=[not_cleared], read="lesson 7")
@@ -285,8 +268,7 @@ def leaked_passes(job):
         usual = median(len(one.passes) for one in own)
         found = [one for one in own if len(one.passes) > usual and spans(one)]
         for one in found[:1]:
-            what = f"in {len(found)} of {len(own)} steps, passes of several epochs are "
-            what += f"added: step {one.step + 1} has {len(one.passes)}, not {usual:g}"
+            what = f"{len(found)} of {len(own)} steps add passes of several epochs"
             yield Breach(what, one.passes[0]["place"])
 
 
@@ -294,6 +276,9 @@ def spans(one: Update) -> bool:
     """Return whether a step's passes use batches from several epochs of a loader."""
     epochs = {(x["loader"], x["epoch"]) for x in one.passes if x["loader"] is not None}
     return len(epochs) > len({loader for loader, _ in epochs})
+
+
+EARLIER = weights_differ, not_awaited, not_averaged, not_cleared, leaked_passes
 
 
 @check(LAW, RISK, causes=[not_cleared], read="lesson 7")
@@ -317,8 +302,5 @@ def another_steps_pass(job):
         count = sum(one.optimizer == own for one in steps)
         if len(rows) > max(3, count / 2) and all(users[x] == {own} for _, x in rows):
             one = rows[0][0]
-            what = (
-                f"{len(rows)} of {count} steps of an optimizer also use a pass whose "
-            )
-            what += f"gradients another optimizer's step has used: {listed(one.names)}"
-            yield Breach(what, one.passes[0]["place"])
+            what = f"{len(rows)} of {count} steps also use another step's gradients of "
+            yield Breach(what + listed(one.names), one.passes[0]["place"])

@@ -8,15 +8,12 @@ from statistics import fmean, pstdev
 from ..draws import MADE, Drawn, Made, same_draws, same_generators
 from ..generators import Seed, called, cause
 from ..job import Job, Process
-from ..law import RISK, Breach, Doubt, check, need, several
+from ..law import RISK, Breach, Doubt, check, need
 from ..neighbours import Input, inputs, other_targets, same_rows
 from .randomness import LAW, Draw, same_random_numbers, worded
 from .samples import left_out, undivided
 
-STRATA = (
-    "Draw this input with a generator that each rank seeds differently, or compute it "
-    "from a sample's number or its index in the global batch: n * world_size + rank."
-)
+STRATA = "Seed this input's generator by rank, or use index n * world_size + rank."
 
 
 @check(LAW, RISK, needs=[Input], read="pitfall 9")
@@ -26,7 +23,6 @@ def same_inputs(job):
     Seed each rank differently, for example with seed + 1000 * epoch + rank.
     Not a mistake if: all ranks are meant to use the same values.
     """
-    several(job)
     undivided(job)
     first = [process.of(Input) for process in job.processes]
     need(all(first), "no input was seen on all ranks")
@@ -50,8 +46,7 @@ def argument(job: Job) -> Iterator[Breach]:
         every = [[one.arguments.get(number) for one in row] for row in rows]
         same = [x[0] for x in every if x[0] and x.count(x[0]) == len(x)]
         if len(same) > max(7, 0.9 * len(rows)) and len({*same}) > 0.9 * len(same):
-            what = f"input {number} of the network is equal on all ranks in "
-            what += f"{len(same)} of {len(rows)} passes, and another input differs"
+            what = f"only input {number} is equal on all ranks, in {len(same)} passes"
             if not all(distinct for _, distinct in same):
                 raise Doubt(what)
             yield Breach(what, rows[0][0].place, mend=STRATA)
@@ -113,11 +108,9 @@ def seeds_restart(job):
     """Each epoch draws the same random numbers as an earlier one.
 
     At the start of each epoch, call torch.manual_seed(seed + 1000 * epoch + rank). Seed
-    a dataset's own generator in worker_init_fn with torch.initial_seed(), because each
-    epoch's loader processes copy the generator.
+    a dataset's own generator in worker_init_fn with torch.initial_seed().
     Not a mistake if: each epoch is meant to draw the same numbers.
     """
-    several(job)
     process, first, again = job.processes[0], {}, []
     for one in sorted(process.of(Draw, loaders=True), key=lambda one: one.time):
         if one.loader == process.training and one.epoch in process.epochs:
@@ -126,21 +119,18 @@ def seeds_restart(job):
                 again += [(name, one)] * (earlier.epoch != one.epoch)
     if len(again) > 2:
         name, one = again[0]
-        what = f"{called(name)} has the same states in epoch "
-        what += f"{process.epochs.index(one.epoch)} as in an earlier one, in "
-        yield Breach(f"{what}{len(again)} draws", cause(job, name, [one])[0])
+        what = f"{called(name)} has an earlier epoch's states in {len(again)} draws"
+        yield Breach(what, cause(job, name, [one])[0])
 
 
 @check(LAW, RISK, effects=[left_out], read="pitfall 9")
 def shifted_numbers(job):
     """One rank draws the same numbers as another rank at a different time.
 
-    Make each seed from a number that no other rank uses at any time, such as
-    step * world_size + rank: step + rank is the same on rank 1 and, a step later, on
-    rank 0. Or seed only once, with seed + rank.
+    Seed once, with seed + rank, or with step * world_size + rank in each step: step +
+    rank is the same on rank 1 and, a step later, on rank 0.
     Not a mistake if: all ranks are meant to draw the same numbers.
     """
-    several(job)
     undivided(job)
     ranks = [streams(process) for process in job.processes]
     for key in ranks[0]:
@@ -149,9 +139,9 @@ def shifted_numbers(job):
             pairs = [(first[x], other[x]) for x in first.keys() & other.keys()]
             for distance, count in Counter(b - a for a, b in pairs).most_common(1):
                 if distance and count >= max(3, len(other) / 5, 0.8 * len(pairs)):
-                    what = f"{key[0]} draws the same numbers on ranks {n} and {m}, but "
-                    what += f"in steps whose numbers differ by {abs(distance)} "
-                    yield Breach(f"{what}({count} times)", key[1])
+                    what = f"{key[0]} draws the same numbers {count} times on ranks "
+                    what += f"{n} and {m}, {abs(distance)} steps apart"
+                    yield Breach(what, key[1])
                     return
 
 

@@ -62,9 +62,8 @@ class Layers(Watcher):
             self.results.setdefault(id(one), []).append(entry)
         if self.outer() is module:
             self.results.clear()
-        floats = [one for one in tensors if one.is_floating_point()]
-        cut = bool(floats) and not any(one.requires_grad for one in floats)
-        self.ran[id(module)].cut = cut
+        needed = [one.requires_grad for one in tensors if one.is_floating_point()]
+        self.ran[id(module)].cut = bool(needed) and not any(needed)
 
     def after_step(self, optimizer, weights) -> None:
         if recorder.step:

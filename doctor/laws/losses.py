@@ -240,10 +240,7 @@ def known(entry: dict) -> list[Term]:
 
 
 def factors(entry: dict) -> list[float]:
-    """Return possible factors of a pass's mean loss: of its first term, or of several.
-
-    A sum counts as a mean times the number of summands.
-    """
+    """Return possible factors of a pass's mean loss; a sum is a mean times its size."""
     if not (found := known(entry)):
         return []
     means = [x.factor * (x.rows if x.kind == "sum" else 1) for x in found]

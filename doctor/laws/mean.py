@@ -6,21 +6,10 @@ from statistics import median, mode
 
 from ..law import NOTE, RISK, Breach, NotJudged, check, need
 from ..neighbours import Input
-from .gradient import (
-    Fit,
-    fits,
-    leaked_passes,
-    near,
-    not_averaged,
-    not_cleared,
-    sums,
-    updates,
-)
+from .gradient import EARLIER, Fit, fits, near, sums, updates
 from .losses import Term, cut_off, factors, known
-from .passes import LAW, Update, not_awaited
-from .replicas import alike, listed, weights_differ
-
-CAUSES = [not_averaged, not_awaited, leaked_passes, not_cleared, weights_differ]
+from .passes import LAW, Update
+from .replicas import alike, listed
 
 
 def totals(one: Fit, place: str = "") -> list[float]:
@@ -99,7 +88,7 @@ def unequal(values: list[float], most: float = 1.1) -> bool:
     return bool(sizes) and max(sizes) > most * min(sizes)
 
 
-@check(LAW, RISK, general=True, causes=CAUSES, read="lesson 3")
+@check(LAW, RISK, general=True, causes=EARLIER, read="lesson 3")
 def mean_gradient(job):
     """A step's gradients are not the mean over the step's samples.
 
@@ -118,9 +107,8 @@ def mean_gradient(job):
     uneven = [x for x in uneven if unequal(weights(x)) or not weights(x)]
     if len(uneven) > 0.2 * total:
         one, mend = uneven[0], ""
-        what = f"in {len(uneven)} of {total} steps, the ranks' passes have different "
-        what += f"weights (rank by rank in step {one.row[0].step + 1}: "
-        what += ", ".join(f"{x:.2f}" for x in one.shares) + ")"
+        told = ", ".join(f"{x:.2f}" for x in one.shares)
+        what = f"in {len(uneven)} of {total} steps, the passes' weights differ: {told}"
         same = sum(alike([one.shares, x.shares], 0.05) for x in uneven)
         if same < max(2, len(uneven) / 2):
             scaled_down = all(0 < x * size < 1.01 for one in uneven for x in one.shares)
@@ -139,8 +127,7 @@ def mean_gradient(job):
         scaled_down = all(max(x) > 1.02 * min(x) >= 0 or not any(x) for x in lists)
         text = "the script scales down or drops the gradients of some weights"
         need(not scaled_down, f"{text}: {listed(off)}")
-        what = f"{len(off)} of {len(found[0].ratios)} weights use another multiple of "
-        what += f"the ranks' gradients than the others: {listed(off)}"
+        what = f"{len(off)} weights use another multiple of the mean: {listed(off)}"
         yield Breach(what, place)
         return
     right = [x for x in found if is_right(x)]
@@ -156,13 +143,10 @@ def mean_gradient(job):
     wrong = sum(bool(totals(x)) and x not in right for x in found)
     need(not wrong, f"in {wrong} of {total} steps, samples have other weights")
     uneven = [any(unequal(weights(x, n)) for n in range(20)) for x in right]
-    text = "the losses are means over different numbers of targets, or sums of class "
-    need(sum(uneven) <= len(right) / 2, f"{text}weights")
+    need(sum(uneven) <= len(right) / 2, "the losses' targets have different weights")
     text = f"in {len(right)} of {total} steps, the gradient is {ratio:#.4g} x the mean "
     text += f"of {size} ranks' own gradients"
-    if not near(ratio, 1):
-        text += f", and their losses are divided by {ratio:g} to match"
-    yield text
+    yield text + f", and their losses are divided by {ratio:g}" * (not near(ratio, 1))
 
 
 def unread(found: list[Fit]) -> str:
@@ -173,12 +157,11 @@ def unread(found: list[Fit]) -> str:
         return f"the gradients are {min(values):.3f} to {max(values):.3f} x the mean"
     if terms := known(entry):
         each = listed(f"{x.factor:.4g} x a {x.kind.split()[-1]}" for x in terms)
-        what = f"the loss of step {one.row[0].step + 1} is made of {each}; doctor "
-        return f"{what}cannot know whether you intend these factors"
+        return f"the loss is made of {each}; doctor cannot know if you intend that"
     return f"how the loss at {entry['place']} averages its samples could not be read"
 
 
-@check(LAW, RISK, causes=CAUSES)
+@check(LAW, RISK, causes=EARLIER)
 def gathered_without_gradient(job):
     """The loss uses tensors from other ranks, and their gradients are lost.
 
@@ -197,18 +180,16 @@ def gathered_without_gradient(job):
         yield Breach(what, place)
         return
     for place in cut_off(job, put_back=True)[:1]:
-        what = "all_gather() returns tensors without a gradient, and only the rank's "
-        level = NOTE if rows[0][0].adaptive else RISK
-        yield Breach(f"{what}own tensor is put back", place, level=level)
+        what = "of the tensors of all_gather(), only the rank's own has a gradient"
+        yield Breach(what, place, level=NOTE if rows[0][0].adaptive else RISK)
 
 
-@check(LAW, RISK, causes=[*CAUSES, mean_gradient], read="lesson 3")
+@check(LAW, RISK, causes=[*EARLIER, mean_gradient], read="lesson 3")
 def unequal_means(job):
     """The targets of a step have different weights.
 
-    Sum the losses (reduction="sum"), all-reduce the number of targets in all passes (or
-    the sum of their class weights), and divide the summed loss by the result. Then
-    multiply it by the world size, because DDP averages over the ranks.
+    Sum the losses (reduction="sum"), multiply by the world size (because DDP averages),
+    and divide by the all-reduced number (or class weights) of all passes' targets.
     Not a mistake if: each batch should have the same weight.
     """
     fitted, rank, seen = fits(job), job.processes[0], []

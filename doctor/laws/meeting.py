@@ -8,7 +8,7 @@ from itertools import compress, groupby, zip_longest
 
 from ..event import Event, Exit, Failed
 from ..job import waiting
-from ..law import NOTE, RISK, WRONG, Breach, Law, NotJudged, check, need, several
+from ..law import NOTE, RISK, WRONG, Breach, Law, check, need, several
 from ..moments import Moments, Step
 from ..objects import variables
 from ..record import recorder, torch, wrap
@@ -27,14 +27,9 @@ LOST = re.compile(
 )
 
 ORDER = "Use the same order on all ranks, such as sorted(names): a set has no order."
-LEAVES = (
-    "Leave the loop on all ranks together: all_reduce() the number that ends it. "
-    "reduce() gives its result to one rank only."
-)
-IMPORTS = (  # so they wait for their own copy of the training
-    "Put the code that trains under if __name__ == '__main__': loader processes import "
-    "the script, by default since Python 3.14."
-)
+LEAVES = "Leave the loop on all ranks together: all_reduce() the number that ends it."
+# Loader processes wait for their own copy of the training
+IMPORTS = "Train under if __name__ == '__main__': loader processes import the script."
 NO_GPU = "Read the traceback above. If the script needs a GPU, use doctor --cpu."
 
 
@@ -198,15 +193,14 @@ def collectives_differ(job):
             return
     rows = [process.of(Call) for process in job.processes]
     for number, calls in enumerate(zip_longest(*rows), 1):
-        if any(one and one.name == "join" for one in calls):
-            raise NotJudged("join() lets some ranks end earlier")
+        joins = any(one and one.name == "join" for one in calls)
+        need(not joins, "join() lets some ranks end earlier")
         if None in calls:
             without = job.processes[calls.index(None)]
             one = next(one for one in calls if one)
             known = stuck(job) or without in gone or behind(job, without, one)
             need(known, "the job ended between two collectives")
-            what = f"after step {one.step}, rank {one.rank} calls {one.name}(), "
-            what += f"but rank {without.rank} does not"
+            what = f"rank {one.rank} calls {one.name}(), rank {without.rank} does not"
             if wait := waiting(without):
                 what += f" and waits in {wait.what}() at {wait.place} instead"
             leaves = one.name == "destroy_process_group"
@@ -243,8 +237,8 @@ def mixed(rows: list[list[Call]]) -> tuple[str, str] | None:
     for one, name, lists in found[:1]:
         pair = next(x for x in zip(*lists, strict=True) if len({*x}) > 1)
         told = ", ".join(f"{x} on rank {n}" for n, x in enumerate(pair[:4]))
-        what = f"in {len(found)} loops over {name}, {one.name}() gets different things "
-        return f"{what}in the same call: {told}", one.place
+        what = f"in {len(found)} loops, {one.name}() gets different {name}: {told}"
+        return what, one.place
     return None
 
 
@@ -282,8 +276,8 @@ def batch_counts_differ(job):
         elif not ends or not (all(whole) or max(counts) > min(ends)):
             break
         if len({*counts}) > 1:
-            what = f"ranks 0 to {len(counts) - 1} have {', '.join(map(str, counts))} "
-            what += f"batches in epoch {epoch}"
+            told = ", ".join(map(str, counts))
+            what = f"the ranks have {told} batches in epoch {epoch}"
             yield Breach(what, feeds[0].place, level=WRONG if failed else RISK)
             return
     done = [n for n in epochs if all(one.whole(n) for one in job.processes)]

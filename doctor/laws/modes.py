@@ -10,7 +10,6 @@ from ..record import not_the_users, place, recorder, torch, wrap
 from ..watcher import Watcher
 from .alive import LAW, Alive, dead_weights, not_in_an_optimizer
 from .layers import Layers, networks
-from .replicas import listed
 
 LOST = dead_weights, not_in_an_optimizer
 
@@ -69,15 +68,9 @@ class Modes(Watcher):
         key = id(network), current.loader, current.epoch
         if key in self.validated or (gradients and current.steps):
             return
-        event = Validation(
-            network=type(network).__name__,
-            loader=current.loader,
-            epoch=current.epoch,
-            training=trains(network),
-            gradients=gradients,
-            place=place(),
-        )
-        self.pending = key, event
+        own = {"network": type(network).__name__, "training": trains(network)}
+        own |= {"loader": current.loader, "epoch": current.epoch, "place": place()}
+        self.pending = key, Validation(gradients=gradients, **own)
         if not gradients:  # or else, a backward pass may follow
             self.keep()
 
@@ -132,8 +125,7 @@ def layers(job) -> list[Mode]:
 def frozen_in_train_mode(job):
     """A frozen network runs in training mode.
 
-    Call eval() on the frozen network after each call of train() on the network around
-    it, because train() changes all submodules.
+    Call eval() on it after each train() of its parent, which changes all submodules.
     Not a mistake if: its dropout or batch norm layers are meant to work as in training.
     """
     frozen = [one for one in layers(job) if not (one.lives or one.moves)]
@@ -145,8 +137,8 @@ def frozen_in_train_mode(job):
             if one.kind == wanted and steps >= max(3, job.watched / 2):
                 found.append(one)
         if found:
-            what = f"{len(found)} {wanted} layers of frozen modules run in training "
-            what += f"mode: {listed([one.name for one in found])}"
+            what = f"{len(found)} frozen {wanted} layers are in training mode"
+            what += f", such as {found[0].name}"
             yield Breach(what, found[0].place)
 
 
@@ -165,16 +157,14 @@ def eval_mode(job):
     trains = {n for one in own for n in one.ran.get("train", ())}
     evals = {n for one in own for n in one.ran.get("eval", ())}
     if found := sorted((evals - trains) & steps):
-        what = f"in {len(found)} of {len(steps)} steps, from step {found[0] + 1} on, a "
-        what += f"network trains in evaluation mode: {listed([x.name for x in own], 2)}"
+        what = f"in {len(found)} of {len(steps)} steps, {own[0].name} is in eval mode"
         yield Breach(what, own[0].place)
     on, off = ({x.step for x in called if x.training == mode} for mode in (True, False))
     if on and (found := sorted((off - on) & steps)):
-        what = f"in {len(found)} of {len(steps)} steps, from step {found[0] + 1} on, a "
-        yield Breach(f"{what}network calls dropout() as in evaluation", called[0].place)
+        what = f"in {len(found)} of {len(steps)} steps, dropout() has training=False"
+        yield Breach(what, called[0].place)
     for one in [one for one in validations(job) if one.training][:1]:
-        what = f"rank {one.rank} validates {one.network} in training mode"
-        yield Breach(what, one.place)
+        yield Breach(f"{one.network} validates in training mode", one.place)
 
 
 def validations(job) -> list[Validation]:

@@ -6,7 +6,7 @@ from statistics import median
 
 from ..draws import Order
 from ..job import Job
-from ..law import RISK, WRONG, Breach, Doubt, NotJudged, check, several
+from ..law import RISK, WRONG, Breach, Doubt, check, need, several
 from ..loaders import Epoch, EpochEnd
 from ..moments import Step
 from ..neighbours import before_a_repeat, contents, tells
@@ -15,10 +15,7 @@ from .randomness import Draw
 from .resume import Restored
 from .samples import LAW, left_out, where
 
-SHARE = (
-    "With persistent_workers=True, the loader's processes keep their copies of the "
-    "dataset: keep this number in a tensor with share_memory_(), or omit the option."
-)
+SHARE = "Omit persistent_workers, or keep the number in a tensor with share_memory_()."
 
 
 @check(LAW, WRONG, needs=[Step], causes=[left_out], read="lesson 4")
@@ -32,14 +29,12 @@ def same_order(job):
     kept, first = outdated(job), feeds(job)
     loop = all(process.training is None for process in job.processes)
     epochs = laps(job) if loop else [one.ranks[0] for one in loaded(job)]
-    if len(epochs) < 2:
-        raise NotJudged("fewer than two epochs of training were seen: see --short")
+    need(len(epochs) > 1, "fewer than two epochs of training were seen: see --short")
     pairs = combinations(enumerate(epochs), 2)
     for (number, one), (later, other) in sorted(pairs, key=lambda x: x[1][0] - x[0][0]):
         if [*map(list, one)] != [*map(list, other)] or len(one) < 2 + loop:
             continue
-        what = f"epochs {number} and {later} have the same {len(one)} batches per "
-        what += "rank in the same order"
+        what = f"epochs {number} and {later} have the same {len(one)} batches in order"
         flat = [x for batch in one for x in batch]
         if later > number + 1:
             raise Doubt(what)  # perhaps training begins again
@@ -54,8 +49,7 @@ def same_order(job):
         return
     for number, (one, other) in enumerate(pairwise(marks(job) if kept else ())):
         if one == other and tells(one):
-            what = f"epochs {number} and {number + 1} have {len(one)} samples per rank "
-            what += "with the same labels or other integers in the same order"
+            what = f"epochs {number} and {number + 1} have the same {len(one)} labels"
             yield Breach(what + kept, where(job), mend=SHARE)
             return
 
@@ -123,5 +117,5 @@ def skipped_again(job):
             usual.add(each)
     for (many, each), count in skips.items():
         if count > max(1, cut[many]) and (each in usual or job.of(Restored)):
-            what = f"in each of {count} epochs, the loader returns {many} batches that "
-            yield Breach(f"{what}no step uses, before the others", where(job))
+            what = f"no step uses the first {many} batches of {count} epochs"
+            yield Breach(what, where(job))

@@ -233,5 +233,5 @@ def not_awaited(job):
     several(job)
     if found := job.of(NotAwaited):
         names = listed(one.name for one in found)
-        what = f"step {found[0].step + 1} begins before all_reduce(..., async_op=True) "
-        yield Breach(f"{what}of gradients is awaited: {names}", found[0].place)
+        what = f"step {found[0].step + 1} does not wait for all_reduce() of {names}"
+        yield Breach(what, found[0].place)

@@ -57,9 +57,8 @@ def mixed_gradients(job):
     """
     found, example, rows = set(), "", job.rows(Update)
     for row in rows:
-        first, *others = (
-            [tuple(x.part(x.used, n)) for n in range(len(x.names))] for x in row
-        )
+        lists = [[tuple(x.part(x.used, n)) for n in range(len(x.names))] for x in row]
+        first, *others = lists
         own = {values: n for n, values in enumerate(first)}
         for other, parts in zip(row[1:], others, strict=True):
             for n, values in enumerate(parts[: len(first)]):
@@ -69,9 +68,8 @@ def mixed_gradients(job):
                     text = f"rank 0 uses for {row[0].names[m]} the gradient that rank "
                     example = example or f"{text}{other.rank} uses for {other.names[n]}"
     if len(found) > 1:
-        text = f"in {len(found)} of {len(rows)} steps, the ranks average gradients of "
-        text += f"different weights with each other: in step {min(found) + 1}, "
-        yield Breach(text + example, rows[0][0].passes[-1]["place"])
+        text = f"in {len(found)} of {len(rows)} steps, {example}"
+        yield Breach(text, rows[0][0].passes[-1]["place"])
 
 
 @check(LAW, WRONG, effects=EFFECTS, read="docs/convert.md")
@@ -85,9 +83,9 @@ def file_race(job):
         if "FileNotFound" in one.text and one.path:
             # Rank 0 may have ended before it wrote the file
             if os.path.exists(one.path) or 0 not in failed:
-                what = f"rank {one.rank} cannot find {os.path.relpath(one.path)}, "
-                what += "which another process "
-                yield Breach(f"{what}writes, or was about to write", one.place)
+                path = os.path.relpath(one.path)
+                what = f"rank {one.rank} reads {path} before another rank writes it"
+                yield Breach(what, one.place)
 
 
 @check(LAW, WRONG, effects=EFFECTS, read="lesson 1")
@@ -109,12 +107,10 @@ def cannot_join(job):
 def no_group(job):
     """The processes never join a process group, so each of them trains alone.
 
-    Call init_process_group() at the start and wrap the network in DDP: a launcher only
-    starts the processes.
+    Call init_process_group() at the start, and wrap the network in DDP.
     """
     if len(job.processes) > 1 and not (job.of(Joins) or job.of(Rank)):
-        what = f"{len(job.processes)} processes train, but none calls "
-        what += "init_process_group(): each of them trains alone"
+        what = f"none of {len(job.processes)} processes calls init_process_group()"
         yield Breach(what, job.of(Step)[0].place)
 
 
@@ -128,7 +124,7 @@ def own_port(job):
     """
     for one in job.of(Joins):
         if 0 < one.own < 32768:  # the system chooses higher ports
-            what = f"the port is always {one.own}: a second job on this machine fails, "
-            yield Breach(f"{what}or joins this one", one.place)
+            what = f"the port is always {one.own}, also in a second job on this machine"
+            yield Breach(what, one.place)
             return
         need(not one.own, "the script chose a port, which may be a free one")

@@ -19,10 +19,7 @@ from .samples import datasets_differ
 
 LAW = Law(7, "printed", "Printed results are true")
 CAUSES = datasets_differ, not_averaged, names_differ, weights_differ, weights_drift
-SORT = (
-    "Put the gathered predictions into the order of the labels, or gather the labels "
-    "too: DistributedSampler gives rank r the samples r, r + world_size, ..."
-)
+SORT = "Gather the labels, too: DistributedSampler changes the order of the samples."
 MEANS = {("mean", 1), ("other mean", 1)}  # Term.kind and Term.inner
 TRAINING = "which a network in training mode has computed"
 WHAT = dict.fromkeys(("accuracy", "error"), ("hits", "top1"))
@@ -86,8 +83,7 @@ def groups(job) -> list[Group]:
 def validated_once(process, trained: list[set]) -> set[int]:
     """Return the steps after which a process validates without a loader.
 
-    It then uses more samples than a training step, none of them twice (as Monte Carlo
-    dropout does), and none that a step uses.
+    It then uses more samples than a step, none twice (as Monte Carlo dropout does).
     """
     seen = {}
     for one in process.of(Measured):
@@ -102,8 +98,7 @@ def validated_once(process, trained: list[set]) -> set[int]:
 def divided(job) -> int:
     """Return the number by which the script divides its losses before backward().
 
-    This is the number of passes per step (or of ranks, if the script sums gradients),
-    1 if the script does not divide, or 0 if the number is unknown.
+    It is 1 without a division, or 0 if it is unknown. It may be the number of ranks.
     """
     found, size, summed = Counter(), len(job.processes), False
     with suppress(NotJudged):
@@ -154,9 +149,8 @@ def judge(job, everything: list[Group], line: Printed, number: Number):
     {} means that no known mistake fits; None, that no whole pass gives this number.
     """
     process = next(one for one in job.processes if one.rank == line.rank)
-    found = [
-        one for one in everything if one.what in WHAT.get(number.kind, (number.kind,))
-    ]
+    kinds = WHAT.get(number.kind, (number.kind,))
+    found = [one for one in everything if one.what in kinds]
     found = [one for one in found if one.began(line.rank) < line.time]
     if any(one.running(line.rank, line.time) for one in found if not one.trains):
         return None
@@ -302,12 +296,8 @@ def wrong_number(job):
         elif wrong:
             unknown.append(place)
     text = ", ".join(f"{right[x]} of {counts[x]} {x}" for x in sorted(counts))
-    if other := unchecked(job):
-        raise NotJudged(f"{text} could be checked, but not {other}")
-    if unknown:
-        raise NotJudged(
-            f"{text} could be checked, but not all of those at {unknown[0]}"
-        )
+    other = unchecked(job) or "".join(f"all at {place}" for place in unknown[:1])
+    need(not other, f"{text} could be checked, but not {other}")
     if not found:
         yield f"{text} equal the recomputed ones"
 

@@ -12,7 +12,7 @@ from traceback import walk_stack
 from ..draws import MADE, MANY, Drawn, Draws, Same, same_draws, same_generators, since
 from ..event import Compiles, Event
 from ..generators import Seed, called, cause, drawn, states
-from ..law import RISK, Breach, Law, NotJudged, check, several
+from ..law import RISK, Breach, Law, check, need
 from ..loaders import Loaders
 from ..moments import Moments
 from ..record import not_the_users, place, recorder, torch, wrap
@@ -154,10 +154,7 @@ def draws(job, where: str) -> list[dict[tuple, Draw]]:
 
 
 def equal(rows: list[dict]) -> tuple[dict[str, list[bool]], list[Draw]]:
-    """Return {generator: whether two ranks have equal states, in each common draw}.
-
-    Also return the ranks' first equal draws.
-    """
+    """Return {generator: is it equal on two ranks, per draw?} and first equal draws."""
     found, pair = {}, []
     for key in sorted(key for key in rows[0] if all(key in row for row in rows)):
         ranks = [row[key] for row in rows]
@@ -175,10 +172,8 @@ def same_random_numbers(job):
 
     At the start of each epoch, call torch.manual_seed(seed + 1000 * epoch + rank). Seed
     the script's own generators differently on each rank, too.
-    Not a mistake if: all ranks are meant to draw the same numbers, such as a size, or
-    the network itself is divided between the ranks.
+    Not a mistake if: all ranks are meant to draw the same numbers, such as a size.
     """
-    several(job)
     undivided(job)
     held, some, found = [], "", False
     for where, words in (("forward", "forward passes"), ("fetch", "batches")):
@@ -214,14 +209,11 @@ def same_random_numbers(job):
     held += [f"in {differ} draws of the script's own lines"] * (differ > 2)
     if same and not some:
         some = "the script's own generators draw the same numbers on several ranks"
-    if some:
-        raise NotJudged(f"{some}, perhaps for a joint decision")
-    if job.of(Compiles) and not job.of(Drawn):
-        raise NotJudged("torch.compile() hides what the script draws itself")
-    if new_contents(job):
-        raise NotJudged("the samples change at random, but no draw was seen")
-    if not held:
-        raise NotJudged("no draw from a global generator was seen")
+    need(not some, f"{some}, perhaps for a joint decision")
+    seen = job.of(Drawn) or not job.of(Compiles)
+    need(seen, "torch.compile() hides what the script draws itself")
+    need(not new_contents(job), "the samples change at random, but no draw was seen")
+    need(held, "no draw from a global generator was seen")
     yield f"the ranks' generators differ {', '.join(held)}"
 
 

@@ -7,7 +7,7 @@ from math import comb, isfinite
 from statistics import fmean, pstdev
 
 from ..event import Event
-from ..law import RISK, Breach, Law, NotJudged, check, several
+from ..law import RISK, Breach, Law, check, need
 from ..moments import Moments
 from ..neighbours import Input, Targets
 from ..reads import feeds
@@ -206,9 +206,8 @@ def odds(above: int, count: int) -> float:
 def tells(name: str, found: dict[str, list[list[float]]]) -> bool:
     """Return whether a statistic can show that a rank differs.
 
-    It can if it changes between passes, or if it belongs to a batch and is constant on
-    each rank (for example, if a rank's samples have one label). Other targets may be
-    positions, such as arange(N) + rank * N, unless each rank's targets are all equal.
+    It can if it changes between passes, or if it is a batch's and constant per rank.
+    Targets may be positions (arange(N) + rank * N), unless each rank's are all equal.
     """
     rows = found[name]
     still = [pstdev(x) <= 1e-9 for x in rows]
@@ -223,12 +222,10 @@ def tells(name: str, found: dict[str, list[list[float]]]) -> bool:
 
 
 def apart(values: list[float], others: list[float], batches: float) -> tuple:
-    """Compare a rank's statistics with the other ranks', pass by pass.
+    """Return (difference in standard errors, its share of the larger mean, count).
 
-    Returns:
-        The difference between the means in standard errors, and as a share of the
-        larger mean; and the number of passes in which the rank is higher. Standard
-        errors count each sample once, because a rank may see a few samples repeatedly.
+    The rank is higher in `count` passes. Standard errors count each sample once,
+    because a rank may see a few samples repeatedly.
     """
     gaps = [a - b for a, b in zip(values, others, strict=True)]
     moves = [(a - b) ** 2 for a, b in zip(gaps, gaps[1:], strict=False)]
@@ -242,17 +239,13 @@ def apart(values: list[float], others: list[float], batches: float) -> tuple:
 def ranks_differ(job):
     """One rank's samples, losses or gradients differ significantly from the others'.
 
-    Look for what is different on that rank: its files, its preprocessing, its labels,
-    its loss, its GPU.
-    Not a mistake if: the ranks are meant to have different samples, such as one
-    language each.
+    Look for what differs on that rank: files, preprocessing, labels, its loss, its GPU.
+    Not a mistake if: the ranks have different samples on purpose, such as languages.
     """
-    several(job)
     lists, batches = series(job), independent(job)
     every = {k: x for k, x in lists.items() if len(x[0]) >= FEWEST and tells(k, lists)}
-    if not every or batches < BATCHES:
-        few = f"each rank needs at least {FEWEST} passes and {BATCHES} batches of"
-        raise NotJudged(f"{few} distinct samples")
+    few = f"each rank needs {FEWEST} passes and {BATCHES} batches of distinct samples"
+    need(every and batches >= BATCHES, few)
     ranks = range(1 if len(job.processes) == 2 else 0, len(job.processes))
     found, tested, tests = [], 0, len(every) * len(ranks)
     for name, rows in every.items():
@@ -264,14 +257,11 @@ def ranks_differ(job):
             if error > 6 and share >= 0.05:
                 if odds(above, len(others)) * tests < 1e-6:
                     found.append((name, error, rank, rows[rank], others, above))
-    if tested < 1e-3:
-        raise NotJudged("the ranks' numbers are the same in all passes")
-    if found and acts(job):
-        text = "the network has evaluated most of its training inputs before, as in "
-        raise NotJudged(f"{text}reinforcement learning: each rank may go its own way")
-    if not found and tested > 6:
-        raise NotJudged(f"one rank differs slightly ({tested:.1f} standard errors)")
+    need(tested >= 1e-3, "the ranks' numbers are the same in all passes")
+    text = "the network has evaluated most training inputs before, as in reinforcement "
+    need(not (found and acts(job)), f"{text}learning: each rank may go its own way")
     if not found:
+        need(tested <= 6, f"one rank differs by {tested:.1f} standard errors")
         passes = max(len(rows[0]) for rows in every.values())
         text = f"{len(every)} statistics of batches, losses and gradients in {passes} "
         yield f"{text}passes: no rank stands out (at most {tested:.1f} standard errors)"
@@ -283,6 +273,5 @@ def ranks_differ(job):
     what += f"passes ({fmean(values):.4g} against {fmean(others):.4g})"
     own, mend = feeds(job), ""
     if own and all(one.divides and not one.shuffles for one in own):
-        mend = "Shuffle the samples before they are divided (DistributedSampler: "
-        mend += "shuffle=True): every n-th sample may be of one kind."
+        mend = "Give DistributedSampler shuffle=True: every n-th sample may be alike."
     yield Breach(what, where(job), mend=mend)

@@ -3,12 +3,12 @@
 import math
 import re
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from operator import ne
 from statistics import median
 
 from ..job import Job
-from ..law import NOTE, RISK, WRONG, Breach, Doubt, NotJudged, check, need, several
+from ..law import NOTE, RISK, WRONG, Breach, Doubt, NotJudged, check, need
 from ..moments import Step
 from ..objects import COPY, LAYER
 from .checkpoints import Saved
@@ -94,20 +94,16 @@ def names_differ(job):
     Create layers and buffers in the same order in every process: sort names that come
     from a set() or from the file system. DDP matches tensors by their position.
     """
-    several(job)
     rows = zip(*(process.of(Layout) for process in job.processes), strict=False)
     for row in need([*rows], "DDP is not used"):
         for kind in ("weights", "buffers"):
             lists = [getattr(one, kind) for one in row]
             others = [n for n, own in enumerate(lists) if own != lists[0]]
             for rank in others[:1]:
-                pairs = [*lists[0], "nothing"], [*lists[rank], "nothing"]
-                pairs = enumerate(zip(*pairs, strict=False), 1)
-                number, (one, other) = next(x for x in pairs if x[1][0] != x[1][1])
-                same = sorted(lists[rank]) == sorted(lists[0])
-                how = f"order of {kind}" if same else kind
-                what = f"rank {rank} does not have rank 0's {how}: number "
-                what += f"{number} is {other}, but {one} on rank 0"
+                pairs = zip_longest(lists[0], lists[rank], fillvalue="nothing")
+                one, other = next(x for x in pairs if x[0] != x[1])
+                what = f"rank {rank} has other {kind} than rank 0 (or in another order)"
+                what += f": {other}, but {one} on rank 0"
                 yield Breach(what, row[rank].place)
 
 
@@ -115,19 +111,14 @@ def names_differ(job):
 def weights_differ(job):
     """The ranks start with different weights.
 
-    Wrap the network in DDP, or broadcast its weights from rank 0 before the first step.
+    Wrap the network in DDP when all its weights exist, or broadcast them from rank 0.
     """
-    several(job)
     rows = need(states_of(job, "step", "weights"), NONE)
     found = first(rows[:1], "weights", 1e-6)
     start = states_of(job, "start", "weights")[:1]  # before the first backward pass
     if found and (not start or differing(start[0])[0]):
         whole_weights(job, found[2])
-        mend = ""
-        if job.of(Layout):
-            mend = "Create all weights before you wrap the network in DDP, in the same "
-            mend += "order on all ranks, and do not set them later on one rank only."
-        yield Breach(f"before the first step, {found[1]}", rows[0][0].place, mend=mend)
+        yield Breach(f"before the first step, {found[1]}", rows[0][0].place)
 
 
 EARLIER = names_differ, weights_differ, collectives_differ
@@ -140,7 +131,6 @@ def weights_drift(job):
     Look for code that changes weights or optimizer states on one rank only.
     Not a mistake if: only one rank's weights are used.
     """
-    several(job)
     rows, again = need(states_of(job, "step", "weights"), NONE), []
     count = differing(rows[0])[1]
     need(count, "the ranks train networks whose weights have different names")
@@ -212,7 +202,6 @@ def buffers_differ(job):
     EMA model on every rank.
     Not a mistake if: the difference does not matter to you.
     """
-    several(job)
     rows, updated = states_of(job, "validation"), states_of(job, "step", "buffers")
     need(rows + updated, "no network was validated on all ranks after the same step")
     for row in rows:
@@ -227,8 +216,7 @@ def buffers_differ(job):
             return
     if found := first(updated, "buffers", 1e-4):
         row, text, _ = found
-        mend = "All-reduce the statistics from which you update buffers: before each "
-        mend += "forward pass, DDP replaces the other ranks' buffers with rank 0's."
+        mend = "All-reduce the statistics in your buffers: DDP copies rank 0's buffers."
         level = NOTE if rows else RISK  # the validated buffers are equal
         text = f"in step {row[0].step + 1}, {text}"
         yield Breach(text, row[0].place, mend=mend, level=level)
@@ -243,7 +231,6 @@ def tensors_drift(job):
     Register a layer's constant as a buffer before DDP wraps the network.
     Not a mistake if: the ranks are meant to have their own values of this tensor.
     """
-    several(job)
     states, found, unsure, layers = states_of(job, "first", "kept"), [], [], []
     states += states_of(job, "step", "kept")
     states = [(own[0].step + 1, [x.rows() for x in own]) for own in states]

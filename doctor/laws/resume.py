@@ -126,15 +126,14 @@ def live_snapshot(job):
     """
     for one in job.of(Restored):
         if one.own:
-            what = "load_state_dict() gets the network's own tensors, and restores "
-            yield Breach(f"{what}nothing", one.place, level=WRONG)
+            what = "load_state_dict() gets the network's own tensors: nothing changes"
+            yield Breach(what, one.place, level=WRONG)
             return
     for one in job.of(Saved):
         if one.taken is not None:
-            what = f"{base(one.path)} is saved after step {one.step} with what "
-            what += f"state_dict() returned after step {one.taken}; the weights have "
+            what = f"{base(one.path)} is saved after step {one.step} with state_dict() "
+            what += f"of step {one.taken}, whose tensors have changed since"
             level = RISK if one.taken else NOTE  # perhaps all of the job's weights
-            what += "changed since, and so has this copy"
             yield Breach(what, one.place, level=level)
             return
 
@@ -150,8 +149,7 @@ def not_restored(job):
     for process in job.processes:
         own = [one for one in process.of(Restored) if one.what == "weights"]
         if own and own[-1].lost:
-            what = f"rank {process.rank}'s load_state_dict() finds none of the "
-            what += "network's names in the file, and loads no weight"
+            what = "the file has none of the names for which load_state_dict() looks"
             mend = "Save model.module.state_dict(), and load it with strict=True."
             yield Breach(what, own[-1].place, level=WRONG, mend=mend)
             return
@@ -165,8 +163,8 @@ def not_restored(job):
     for row in zip(*(process.of(Begins) for process in job.processes), strict=False):
         none, some = ([x.rank for x in row if bool(x.states) == y] for y in (0, 1))
         if none and some:
-            what = f"after the load, rank {none[0]}'s new optimizer begins without a "
-            yield Breach(f"{what}state, but rank {some[0]}'s has one", row[0].place)
+            what = f"rank {some[0]} restores an optimizer's state, rank {none[0]} none"
+            yield Breach(what, row[0].place)
             return
     for one in need(loads, "no checkpoint with an optimizer is loaded"):
         lost = ["optimizer"] * ("optimizer" not in done)
@@ -175,8 +173,8 @@ def not_restored(job):
         # Otherwise, the file was only read, for example to count its tensors
         used = any(x.what == "weights" and x.time > one.time for x in restored)
         if lost and used and any(time > one.time for time in steps):
-            what = f"the checkpoint has the {' and the '.join(lost)}'s state, but "
-            yield Breach(f"{what}nothing loads it", one.place)
+            what = f"nothing loads the {' and the '.join(lost)}'s state from the file"
+            yield Breach(what, one.place)
             return
 
 
@@ -184,8 +182,7 @@ def not_restored(job):
 def one_ranks_state(job):
     """All ranks resume with the same state, although each rank had its own.
 
-    Save the state of every rank: gather all parts on rank 0, or write one file for each
-    rank. On each rank, load the rank's own part.
+    Save every rank's state, in one file or in one per rank, and load each rank's own.
     Not a mistake if: one rank's state is good enough for all ranks.
     """
     several(job)
@@ -193,13 +190,11 @@ def one_ranks_state(job):
     for row in zip(*own, strict=False):
         names = [x.weights for x in row]
         if len({x.mark for x in row}) == 1 and names.count(names[0]) < len(names):
-            what = "all ranks load the same state into their optimizers, which have "
-            what += f"different weights, such as {names[0][0]} on rank 0"
+            what = "all ranks load the same state into optimizers of different weights"
             if all(map(all, names)):
                 yield Breach(what, row[0].place)
                 return
     for row in zip(*(process.of(Resumed) for process in job.processes), strict=False):
         if row[0].rest and len({one.path for one in row}) == 1:
-            what = f"{base(row[0].path)} has {row[0].rest} tensors that no "
-            what += "load_state_dict() of PyTorch gets: doctor does not see what they "
-            raise Doubt(f"{what}become")
+            what = f"{row[0].rest} tensors that no load_state_dict() of PyTorch gets"
+            raise Doubt(f"{base(row[0].path)} has {what}")

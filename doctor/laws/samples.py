@@ -8,18 +8,7 @@ from dataclasses import replace
 from ..draws import parts_of_orders, same_generators
 from ..event import Event
 from ..job import Job
-from ..law import (
-    RISK,
-    WRONG,
-    Breach,
-    Doubt,
-    Law,
-    NotJudged,
-    check,
-    explains,
-    need,
-    several,
-)
+from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need, several
 from ..loaders import Pass, inside
 from ..moments import Step
 from ..neighbours import other_targets
@@ -34,18 +23,11 @@ SETTINGS = "seed", "epoch", "rank", "num_replicas"  # of samplers
 CLASSES = "Give classes (or words) the same numbers on every rank: sort their names."
 DATA = re.compile("d.?p|data|rep|shard|batch|rank", re.I)  # names of dimensions
 DIVIDES = "DistributedSampler", "BatchSamplerShard", "ElasticSampler"
-DIVIDE = (
-    "Divide a permutation of all samples with order[rank::world_size]; draw this order "
-    "with the same seed on all ranks"
-)
-AGAIN = (
-    "Write `for batch in loader:`. next(iter(loader)) begins a new pass, which returns "
-    "the first batch again."
-)
+DIVIDE = "Read order[rank::world_size] of an order drawn with one seed on all ranks"
+AGAIN = "Write `for x in loader:`. next(iter(loader)) returns the first batch again."
 STREAM = (
-    "Put all samples in the same order on all ranks, and yield only every "
-    "world_size-th, starting at the rank's number; loader processes (see "
-    "get_worker_info()) must divide this part further."
+    "Yield only every world_size-th sample, starting at the rank's number; loader "
+    "processes (see get_worker_info()) must divide this part further."
 )
 
 
@@ -111,9 +93,9 @@ def part(dataset) -> array | None:
 
 
 def undivided(job: Job) -> None:
-    """Raise Doubt if a network is divided between ranks."""
+    """Raise NotJudged if a network is divided between ranks."""
     for one in job.of(Divided)[:1]:
-        raise Doubt(f"{one.how} may divide the network between ranks")
+        raise NotJudged(f"{one.how} may divide the network between ranks")
 
 
 def where(job: Job, number: int | None = None) -> str:
@@ -126,10 +108,9 @@ def where(job: Job, number: int | None = None) -> str:
 def datasets_differ(job):
     """The ranks' datasets differ, but a sampler divides them as if they were the same.
 
-    Give every rank the same samples in the same order: sort lists of files, use the
-    same seed on all ranks for random_split() and every shuffle of the dataset, and do
-    not use hash() of strings, which differs between processes. If the script divides
-    the samples itself, omit the sampler.
+    Sort lists of files, seed random_split() and each shuffle of the dataset alike on
+    all ranks, and do not use hash() of strings, which differs between processes. If the
+    script divides the samples itself, omit the sampler.
     Not a mistake if: each rank augments its samples once, and keeps them.
     """
     several(job)
@@ -151,9 +132,7 @@ def datasets_differ(job):
         parts = [one.part for one in own]
         rank = next((n for n, x in enumerate(parts) if x != parts[0]), 0)
         if rank and None not in (parts[0], parts[rank]):
-            both = len({*parts[0]} & {*parts[rank]})
-            what = f"ranks 0 and {rank} have different parts of {loader.type}, which a "
-            what += f"sampler divides: {both} of {len(parts[0])} samples are in both"
+            what = f"a sampler divides different parts of {loader.type} on each rank"
             yield Breach(what, loader.place)
     first = need(feeds(job), "no DataLoader feeds the steps of every rank")
     same = all(one.data == first[0].data for one in first)
@@ -186,58 +165,50 @@ def left_out(job):
     others, later = interleaved(job)
     for number in (None, *(x for x in others if x not in validated)):
         yield from judged(job, [*loaded(job, number)], where(job, number))
-    if later:
-        raise NotJudged(f"{where(job)} reads several DataLoaders, one after another")
+    need(not later, f"{where(job)} reads several DataLoaders, one after another")
 
 
 def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
     """Judge the epochs of one loader, or of a loop without a loader."""
     held, unsure = [], ""
     for one in need(epochs, "no epoch of training was seen"):
-        if one.vague():
-            raise NotJudged("the inputs do not identify samples, as with single words")
+        need(not one.vague(), "the inputs do not identify samples")
         counts, what = one.numbers(), broken(one)
         loop = not one.index and not one.feeds and not one.shift
-        if loop and one.together()[0] > one.together(0.8)[0] + 0.5:
-            raise NotJudged("some inputs, such as noise, are equal on several ranks")
-        if loop and what and one.stays():
-            raise NotJudged("the inputs are the same in each step, as with a graph")
-        alike = loop and not one.ids and one.together()[0] >= 0.9
-        if what and loop and same_generators(job)[2]:
-            raise NotJudged("several ranks have generators in equal states")
-        if what and alike and other_targets(job):
-            raise NotJudged("equal inputs have different targets on each rank")
-        if what and one.together()[0] < 0.9:
-            if one.random():
-                raise NotJudged("each rank may draw its samples at random")
-            if one.computed():
-                raise NotJudged("one batch has the same input several times")
+        noise = loop and one.together()[0] > one.together(0.8)[0] + 0.5
+        need(not noise, "some inputs, such as noise, are equal on several ranks")
         if what:
+            stays, together = loop and one.stays(), one.together()[0] >= 0.9
+            need(not stays, "the inputs are the same in each step, as with a graph")
+            equal = loop and same_generators(job)[2]
+            need(not equal, "several ranks have generators in equal states")
+            others = loop and together and not one.ids and other_targets(job)
+            need(not others, "equal inputs have different targets on each rank")
+            drawn = not together and one.random()
+            need(not drawn, "each rank may draw its samples at random")
+            again = not together and one.computed()
+            need(not again, "one batch has the same input several times")
             extra, mend = mechanism(job, one, held != [])
             yield Breach(what + extra, place, facts=one, mend=mend)
             return
         drawn = counts["within"] or any(x.repeats for x in one.feeds)
-        if one.index and drawn:
-            raise NotJudged("the sampler draws samples with replacement")
+        need(not (one.index and drawn), "the sampler draws samples with replacement")
         known = one.total and not one.stream
         text = f"{one.text}: {counts['read']:,} samples read, {counts['distinct']:,} "
         held.append(text + "distinct" + (f" of {one.total:,}" if known else ""))
         repeats = counts["again"] > one.slack + MORE * counts["read"]
         if repeats or not known:
             unsure = unsure or f"{held[-1]}; the size of the dataset is not known"
-    if unsure:
-        raise NotJudged(unsure)
+    need(not unsure, unsure)
     short = [one.text for one in epochs[1:] if not one.whole]
     if epochs[0].feeds and len(short) > 1:
         reads = [x for one in epochs for own in one.all for x in own]
         what = f"{len(short)} passes over the loader end early; the passes read "
         what += f"{len(reads):,} samples, {len({*reads}):,} distinct ones"
-        if len(reads) > 2 * len({*reads}) and all(
-            len(x) == 1 for one in epochs for x in one.ranks
-        ):
-            yield Breach(what, place, mend=AGAIN)
-            return
-        raise NotJudged(what)
+        single = all(len(x) == 1 for one in epochs for x in one.ranks)
+        need(single and len(reads) > 2 * len({*reads}), what)
+        yield Breach(what, place, mend=AGAIN)
+        return
     if epochs[0].whole and short:
         raise NotJudged(f"{held[0]}, but only {short[0]} were read")
     text = f"{place}, " * (epochs[0].loader is not None) + held[0]
@@ -269,8 +240,7 @@ def mechanism(job: Job, one: Reads, later=False) -> tuple[str, str]:
         return "", f"{DIVIDE}, {mend}"
     if one.shift:
         extra = f"; in most steps, sample {one.shift + 1} of a rank is another's first"
-        mend = "Begin at rank * batch size, and move by world_size * batch size"
-        return extra, f"{mend} in each step, or read order[rank::world_size]."
+        return extra, f"Move by world_size * batch size in each step. {DIVIDE}."
     if not one.feeds:
         mend = "If batches are drawn at random, seed each rank differently."
         return "", f"{DIVIDE}. {mend}"

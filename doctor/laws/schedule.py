@@ -4,7 +4,7 @@ import weakref
 from itertools import pairwise
 
 from ..event import Event, Exit
-from ..law import RISK, WRONG, Breach, NotJudged, check, need, several
+from ..law import RISK, WRONG, Breach, check, need, several
 from ..loaders import EpochEnd
 from ..moments import Step
 from ..record import place, recorder, torch, wrap
@@ -12,10 +12,7 @@ from ..watcher import Watcher
 from .alive import LAW as LEARNS
 from .replicas import LAW, alike, weights_drift
 
-RESUMED = (
-    "load_state_dict() restores the old schedule's length: if the number of steps has "
-    "changed, create the scheduler again, and call step() for each finished step."
-)
+RESUMED = "load_state_dict() restores the old length. Repeat the steps taken instead."
 
 
 class Schedule(Event):
@@ -59,14 +56,9 @@ class Schedules(Watcher):
     def on_end(self) -> None:
         for known, where, made in self.made:
             if (one := known()) is not None:
-                event = Schedule(
-                    type=type(one).__name__,
-                    planned=length(one),
-                    made=made,
-                    taken=int(getattr(one, "last_epoch", 0)),
-                    place=where,
-                )
-                recorder.write(event)
+                own = {"type": type(one).__name__, "planned": length(one), "made": made}
+                taken = int(getattr(one, "last_epoch", 0))
+                recorder.write(Schedule(taken=taken, place=where, **own))
 
 
 def length(scheduler) -> int | None:
@@ -94,14 +86,12 @@ def learning_rates_differ(job):
 
     Step the scheduler equally often on every rank, with the same metric.
     """
-    several(job)
     rows = zip(*(process.of(Plateau) for process in job.processes), strict=False)
     for row in rows:
         if not alike([[one.value] for one in row], 1e-6):
             values = ", ".join(f"{one.value:.4g}" for one in row)
-            what = f"the ranks give ReduceLROnPlateau {values}, which lowers their"
+            what = f"the ranks give ReduceLROnPlateau different metrics: {values}"
             mend = "Pass the metric's mean over all ranks, such as an all-reduced loss."
-            what += " learning rates at different times"
             yield Breach(what, row[0].place, mend=mend)
             return
     steps = [row for row in job.rows(Step) if len({x.which for x in row}) == 1]
@@ -123,12 +113,11 @@ def schedule(job):
     several(job)
     process, size = job.processes[0], job.world_size
     found = need(process.of(Schedule), "no scheduler existed at the end")
-    if not process.of(Exit) or not all(one.whole for one in process.of(EpochEnd)):
-        raise NotJudged("the job did not train to the end")
+    ended = process.of(Exit) and all(one.whole for one in process.of(EpochEnd))
+    need(ended, "the job did not train to the end")
     whole = [one for one in process.epochs if process.whole(one)]
     if len(whole) > 1 and not any(one.taken for one in found):
-        what = f"no scheduler takes a step in {len(whole)} epochs"
-        yield Breach(what, found[0].place)
+        yield Breach(f"no scheduler steps in {len(whole)} epochs", found[0].place)
     # A script that resumes makes its scheduler again: the last one takes all steps
     known = {x.place: x for x in sorted(found, key=lambda one: one.taken)}
     for one in known.values():
@@ -140,10 +129,8 @@ def schedule(job):
         if mend:
             what += f" (the script made it with {one.made} steps)"
         elif abs(one.taken / max(1, one.step) / size - 1) < 0.1:
-            what += f": {size} in each optimizer step, one per process, as accelerate "
-            what += "does with a scheduler that it has prepared"
-            mend = "Plan the steps of all processes together (steps times "
-            mend += "accelerator.num_processes), or do not prepare the scheduler."
+            what += f": {size} per optimizer step, as when accelerate has prepared it"
+            mend = "Plan steps * accelerator.num_processes, or do not prepare it."
         elif any(abs(ratio / x - 1) < 0.15 for x in (size, 1 / size)):
             what += "; the factor is the world size"
         yield Breach(what, one.place, mend=mend)

@@ -55,10 +55,9 @@ class Replicas(Watcher):
         self.started = self.ran = False
 
     def on_wrap(self, model, where) -> None:
-        own = model.module.named_parameters(), model.module.named_buffers()
+        own = [*model.module.named_parameters()], model.module.named_buffers()
         names = [[f"{name} {tuple(x.shape)}" for name, x in pairs] for pairs in own]
-        own = model.module.named_parameters()
-        frozen = [name for name, one in own if not one.requires_grad]
+        frozen = [name for name, one in own[0] if not one.requires_grad]
         layout = Layout(weights=names[0], buffers=names[1], frozen=frozen, place=where)
         recorder.write(layout)
 

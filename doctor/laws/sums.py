@@ -43,8 +43,7 @@ def reduced_again(job):
             found[one.place] += run[one.place] > 1  # the second call: equal to a sum
             last[one.place] = sum(values)
             if found[one.place] > 1:
-                what = f"all_reduce() gets {min(values):.6g} or more on each rank, "
-                what += f"after it returned {total:.6g}: it sums earlier sums again"
+                what = f"all_reduce() sums its earlier result ({total:.6g}) again"
                 yield Breach(what, one.place)
                 return
 
@@ -57,9 +56,8 @@ def local_divisor(job):
     Not a mistake if: the other ranks' counts are not part of the result.
     """
     for name, count, text, line in explained(job, collectives(job), divided):
-        what = f"rank {line.rank} prints {text}, which is a sum over all ranks, "
-        what += f"divided by rank {line.rank}'s own {name} ({count} prints)"
-        yield Breach(what, line.place)
+        what = f"rank {line.rank} divides a sum over all ranks by its own {name}"
+        yield Breach(f"{what}: {text} ({count} prints)", line.place)
 
 
 @check(LAW, RISK, needs=[Printed], read="pitfall 16")
@@ -71,11 +69,8 @@ def partial_metric(job):
     Not a mistake if: it is meant to cover one rank, or to be a mean over these parts.
     """
     scores, found = [(one,) for one in job.of(Scored)], {}
-    for rows, read in (
-        (collectives(job), averaged),
-        (scores, scored),
-        ([], alone(job)),
-    ):
+    known = (collectives(job), averaged), (scores, scored), ([], alone(job))
+    for rows, read in known:
         for (what, *_), count, text, line in explained(job, rows, read):
             same = [x.rank for x in job.of(Printed) if x.place == line.place]
             named = {*same} != {line.rank} or LOCAL.search(line.text)
@@ -180,8 +175,7 @@ def scored(line: Printed, rank: int, rows: list[tuple[Scored]]) -> Iterator[tupl
 def alone(job) -> Callable:
     """Return a function that explains metrics as those of one rank's own samples.
 
-    That rank has evaluated the same samples before each print, the other ranks have
-    evaluated other samples, and it has received nothing from them since.
+    The other ranks have evaluated others, and have sent it nothing since then.
     """
     writes = {(one.step, one.rank) for one in job.of(Opened)}
     known, shares = any(one.rows for one in job.of(Batch)), []
@@ -208,8 +202,7 @@ def alone(job) -> Callable:
                 received |= not keys or len(own & keys) > 0.1 * len(own)
                 received |= (line.step, n) in writes  # perhaps in a file
         if not received:
-            what = f"which covers its own {len(own)} samples only: the other ranks "
-            what += "evaluate other samples, and send it nothing afterwards"
+            what = f"which covers its own {len(own)} samples only"
             fits = {(what, digest(sorted(own)))}
         yield from ((name, text, fits) for name, text in texts)
 

@@ -7,7 +7,7 @@ from statistics import correlation, fmean, pstdev
 
 from ..event import Event
 from ..job import Process
-from ..law import RISK, Breach, Doubt, check, need, several
+from ..law import RISK, Breach, Doubt, check, need
 from ..neighbours import Input, Targets
 from ..record import place, recorder, torch, wrap
 from ..sample import numbers
@@ -68,7 +68,6 @@ def same_targets(job):
     Add the index of the rank's first candidate: torch.arange(n) + rank * n.
     Not a mistake if: each rank puts its own candidates first.
     """
-    several(job)
     rows = [row for row in job.rows(Contrast) if len({x.place for x in row}) == 1]
     same = [row for row in rows if len({x.first for x in row}) == 1]
     if len(same) < max(8, 0.9 * len(rows)):
@@ -88,11 +87,9 @@ def same_targets(job):
 def meanings_differ(job):
     """Ids (of words, for example) or classes mean different things on each rank.
 
-    Use the same ids and classes on all ranks: build the vocabulary from all samples, or
-    build it on rank 0 only and broadcast it.
+    Build the vocabulary from all samples, or build it on rank 0 and broadcast it.
     Not a mistake if: each rank is meant to learn a task of its own.
     """
-    several(job)
     first, *ranks = [samples(process) for process in job.processes[:4]]
     for rank, other in enumerate(ranks, 1):
         cells = common(first, other)
@@ -106,9 +103,8 @@ def meanings_differ(job):
         if found < wanted / 3 and (wanted - found) * sqrt(count) > 5:
             errors = min(map(beyond, (first, other), [cells] * 2, sizes))
             if errors > 8:
-                what = f"on ranks 0 and {rank}, targets depend on inputs ({errors:.0f} "
-                what += "standard errors or more), but differently: the correlation of "
-                what += f"{count} feature-class pairs is {found:.2f}, not {wanted:.2f}"
+                what = f"on ranks 0 and {rank}, targets depend differently on inputs: "
+                what += f"the correlation is {found:.2f}, not {wanted:.2f}"
                 yield Breach(what, job.of(Input)[0].place)
                 return
 

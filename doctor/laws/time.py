@@ -134,9 +134,6 @@ def queued() -> float:
         return 0.0
 
 
-# --- what the steps show ---
-
-
 def timed(process: Process) -> list[Spans]:
     """Return the steps that were only timed or, if few were, all but the first five."""
     steps = [one for one in process.of(Spans) if one.wall]
@@ -167,8 +164,7 @@ def time_table(job) -> dict[int, dict[str, float]]:
 
 def walls(job) -> float:
     """Return a step's median duration in seconds; raise NotJudged for short steps."""
-    real = not job.emulated
-    need(real, "--cpu emulated the GPUs: times on real GPUs would differ")
+    need(not job.emulated, "--cpu emulated the GPUs: times on real GPUs would differ")
     rows = [[one.wall for one in timed(process)] for process in job.processes]
     need(min(map(len, rows), default=0) > 4, "too few steps were seen: see --steps")
     wall = max(map(median, rows))
@@ -188,8 +184,7 @@ def every_micro_batch(job):
         forwards = [one["forwards"][-1] for one in passes if one["forwards"]]
         places, count = {one["place"] for one in passes}, len(passes)
         if sum(forwards) >= count > 1 == len(places):
-            what = f"DDP averages gradients {count} times per step"
-            yield Breach(what, passes[0]["place"])
+            yield Breach(f"DDP averages {count} times per step", passes[0]["place"])
             return
 
 
@@ -253,9 +248,8 @@ def slowest(job, steps: list[list[Spans]], wall: float) -> Breach | None:
     part = max(more, key=more.__getitem__)
     if more[part] < 0.5 * gain:
         return None
-    what = f"rank {slow} needs {1000 * most:.0f} ms for its part of a step, and the "
-    what += f"others, which need {1000 * others:.0f} ms, wait: its {part} takes "
-    what += f"{1000 * more[part]:.0f} ms longer"
+    what = f"rank {slow} needs {1000 * most:.0f} ms per step, the others at most "
+    what += f"{1000 * others:.0f} ms: its {part} takes {1000 * more[part]:.0f} ms more"
     return Breach(what, mend=f"Find out what extra work this rank does in its {part}.")
 
 
@@ -267,8 +261,7 @@ def validation_with_gradients(job):
     """
     found = [x for x in validations(job) if x.gradients and not x.training]
     for one in found[:1]:
-        what = f"rank {one.rank} validates {one.network} with gradients"
-        yield Breach(what, one.place)
+        yield Breach(f"{one.network} validates with gradients", one.place)
 
 
 @check(LAW, SLOW, needs=[Spans, Runs], read="lesson 1")
