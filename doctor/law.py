@@ -95,16 +95,9 @@ class Check:
 
     def finding(self, breach: Breach) -> Finding:
         """Return the finding for a breach that this check has found or explained."""
-        level = breach.level or self.level
-        return Finding(
-            law=self.law,
-            check=self.name,
-            level=level,
-            what=breach.what,
-            place=breach.place,
-            mend=breach.mend or self.mend,
-            right_if=self.right_if if level == RISK else "",
-        )
+        level, mend = breach.level or self.level, breach.mend or self.mend
+        texts = breach.what, breach.place, mend, self.right_if * (level == RISK)
+        return Finding(self.law, self.name, level, *texts)
 
 
 CHECKS: dict[str, Check] = {}

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, combinations, compress, pairwise, permutations
+from itertools import accumulate, chain, combinations, compress, pairwise, permutations
 from operator import eq
 from statistics import fmean
 
@@ -13,15 +13,7 @@ from .event import Event
 from .job import Job
 from .law import NotJudged, need
 from .loaders import Batch, Epoch
-from .neighbours import (
-    Input,
-    before_a_repeat,
-    contents,
-    first_lap,
-    inputs,
-    recurring,
-    resumed,
-)
+from .neighbours import Input, before_a_repeat, contents, inputs
 
 EPOCHS = 20  # maximum number of epochs to judge
 PLAIN = "RandomSampler", "SequentialSampler"
@@ -265,6 +257,36 @@ def named(epochs: list) -> bool:
     if not all(one.ids for one in reads) or not 20 < len(again) < alike / 0.9:
         return False
     return len(count) < len(labels) / 2 and max(count.values()) < 0.8 * count.total()
+
+
+def recurring(epochs: list) -> int:
+    """Return the number of a stream's distinct contents, or 0 if most do not recur."""
+    sets = [{x for p in one for b in p for x in b.rows or ()} for one in epochs]
+    count = Counter(x for own in sets for x in own)
+    return len(count) if sum(n > 1 for n in count.values()) >= len(count) / 2 else 0
+
+
+def first_lap(ranks: list, total: int | None) -> int:
+    """Return how many batches an endless loader needs to read every sample once."""
+    reads = [x for own in ranks for batch in own for x in batch]
+    distinct = len({*reads})
+    size = distinct if len(reads) >= 2 * distinct else total or len(reads)
+    each = accumulate(sum(map(len, row)) for row in zip(*ranks, strict=False))
+    return max(sum(count <= size for count in each), 1)
+
+
+def resumed(lists: list, done: list[bool]) -> tuple[list, list[bool]]:
+    """Join the two parts of an epoch that a resumed run has read in two passes."""
+    most = max((len(one[0]) for one in lists), default=0)
+    found, whole = [], []
+    for one, end in zip(lists, done, strict=True):
+        if found and not whole[-1] and len(found[-1][0]) + len(one[0]) == most:
+            found[-1] = [a + b for a, b in zip(found[-1], one, strict=True)]
+            whole[-1] = True
+        else:
+            found.append(one)
+            whole.append(end)
+    return found, whole
 
 
 def looped(job: Job) -> list[Reads]:

@@ -12,14 +12,14 @@ from .loaders import Loaders, leaves
 from .moments import Moments, runs_normally, trains
 from .numbers import numbers, others
 from .record import place, recorder, torch, wrap
-from .sample import rows_of
+from .sample import MOST, digest, rows_of
 from .watcher import Watcher
 
 LOSSES = """cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss
     binary_cross_entropy binary_cross_entropy_with_logits""".split()
 POINTS = "send", "recv", "isend", "irecv", "batch_isend_irecv"  # they join two ranks
 EXCHANGES = "multiprocessing.managers", "mpi4py", "ray"  # doctor does not see theirs
-LARGE = 2**20  # maximum size of an output or a loss
+LARGE, LABELS = 2**20, 20_000  # limits: size of an output or a loss; compared labels
 OTHER = re.compile(  # results that doctor does not recompute
     r"\b(\w*iou|dice|f1|(?:\w+_)?(?:auc|auroc|ap)|\w?map|bleu|rouge|recall|rewards?|returns?|scores?|"
     r"mae|rmse|r2|psnr|ssim|fid|auprc|bpd|bpc|mrr|(?:ndcg|hits?|recall|r|p|map)@\d+)"
@@ -56,6 +56,17 @@ class Measured(Event, limit=5000):
     guesses: array | None = None  # predicted classes, one for each sample
     # The network is trained, and has dropout or batch norm layers in training mode
     training: bool = False
+
+
+class Scored(Event, limit=2000):
+    """The script calls a metric of scikit-learn with labels and predictions."""
+
+    name: str
+    place: str
+    value: float
+    count: int  # number of samples
+    truth: int  # a hash of the labels, the same for any order
+    passes: int  # number of calls of networks that have ended
 
 
 class Results(Watcher):
@@ -212,7 +223,7 @@ class Results(Watcher):
 
     def compared(self, result, operands: list) -> None:
         """Measure hits if one operand is a tensor of predicted classes."""
-        if 30 < result.numel() < 20_000 and self.keeps():
+        if 30 < result.numel() < LABELS and self.keeps():
             whole = not any(x.is_floating_point() or x.requires_grad for x in operands)
             if whole and operands[0].shape == operands[1].shape == result.shape[:1]:
                 self.measure("pairs", "pairs", operands[0], operands[1])
@@ -232,12 +243,25 @@ class Results(Watcher):
                     place = places(right.reshape(guess.shape))
                     self.measure("top", self.source, place, None, **more)
                     continue
-                valid = torch.ones_like(result)
-                if other.shape == one.shape:
-                    valid = other != -100
+                same = other.shape == one.shape
+                valid = other != -100 if same else torch.ones_like(result)
                 both = result & valid, valid
                 counts = [x.reshape(len(guess), -1).sum(1) for x in both]
                 self.measure("hits", self.source, *counts, **more)
+
+    def on_metric(self, name: str, args: tuple, kwargs: dict, result) -> None:
+        named = sorted((x for x in kwargs if x[:2] == "y_"), reverse=True)
+        pair = [*args, *(kwargs[x] for x in named)][:2]  # y_true is the last name
+        if len(pair[0]) > LABELS:
+            return
+        truth, guesses = (torch.from_numpy(sys.modules["numpy"].array(x)) for x in pair)
+        classes = not (truth.is_floating_point() or guesses.is_floating_point())
+        if len(truth) > 30 and classes and truth.shape == guesses.shape:
+            self.measure("pairs", "pairs", guesses, truth)
+        if isinstance(result, float) and kwargs.get("average") != "samples":
+            kinds = [x[:MOST].tolist() for x in truth.unique(return_counts=True)]
+            own = {"count": len(truth), "truth": digest(*kinds), "value": float(result)}
+            recorder.write(Scored(name=name, place=place(), passes=self.outputs, **own))
 
     def loss(self, call, /, *args, **kwargs):
         result = call(*args, **kwargs)
@@ -283,7 +307,7 @@ class Results(Watcher):
             own = len(self.batch["indices"])  # sum tokens per sample
             size = own if size % own == 0 else size
         sums, counts = each.reshape(size, -1).sum(1), valid.double()
-        if whole and target.dim() > 0 and target.numel() != each.numel():
+        if whole and target.numel() != each.numel():
             return where, sums, torch.ones_like(sums)  # class probabilities
         return where, sums, counts.reshape(size, -1).sum(1)
 
@@ -291,10 +315,6 @@ class Results(Watcher):
         if isinstance(root, torch.Tensor) and root.numel() == 1 and self.keeps():
             one = root.detach().double().reshape(1)
             self.measure("root", "root", one, torch.ones(1))
-
-    def after_step(self, optimizer, weights) -> None:
-        if len(self.waiting) > 64:
-            self.read()
 
     def on_exit(self) -> None:
         self.printed()

@@ -37,7 +37,6 @@ from doctor.laws.samples import Divided
 from doctor.laws.targets import Contrast
 from doctor.laws.time import Spans
 from doctor.loaders import Batch, Epoch, EpochEnd, Loaders
-from doctor.metrics import Scored
 from doctor.moments import Step
 from doctor.neighbours import Input, Targets
 from doctor.numbers import numbers, results
@@ -45,7 +44,7 @@ from doctor.objects import count_of, indices, variables
 from doctor.reads import Feed
 from doctor.record import PASSES, Recorder
 from doctor.results import Measured as Result
-from doctor.results import Printed, Results
+from doctor.results import Printed, Results, Scored
 from doctor.sample import hashes, positions
 from doctor.signature import _array, different
 from doctor.watcher import watch
@@ -832,7 +831,7 @@ def test_a_metric_of_one_ranks_own_samples(other, words, exchanged, wanted):
 
 def test_results_of_metrics_are_recorded(monkeypatch):
     found = []
-    monkeypatch.setattr("doctor.metrics.recorder.write", found.append)
+    monkeypatch.setattr("doctor.results.recorder.write", found.append)
     metrics = SimpleNamespace(
         __name__="metrics", __all__=["f1", "rand", "int"], int=int
     )

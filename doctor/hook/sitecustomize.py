@@ -28,9 +28,8 @@ def load(name: str):
 class AfterImport:
     """Lets doctor's watchers install their hooks after a module has been imported."""
 
-    calls = {"torch": "", "horovod.torch": "horovod_hooks"}
+    calls = {"torch": "", "sklearn.metrics": "", "horovod.torch": "horovod_hooks"}
     calls |= {"torch.distributed.checkpoint": "checkpoint_hooks"}
-    calls |= {"sklearn.metrics": ""}
     searches = False
 
     def find_spec(self, name: str, path=None, target=None):
