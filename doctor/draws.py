@@ -92,7 +92,12 @@ class Draws(Watcher):
     def after_step(self, optimizer, weights) -> None:
         self.shared = False
         if recorder.step in SCANS:
-            recorder.write(Own(states=own_states()))
+            kinds = [random.Random]
+            if numpy := sys.modules.get("numpy"):
+                kinds += [numpy.random.Generator, numpy.random.RandomState]
+            every = chain(*map(gc.get_objects, (2, 1, 0)))
+            own = [one for one in every if type(one) in kinds]
+            recorder.write(Own(states=[*map(state_of, own)]))
         self.counts = Counter()
 
     def make(self, name: str, call, /, *args, **kwargs):
@@ -181,15 +186,6 @@ def shuffled(things) -> tuple[int, list]:
     return len(things) * plain, few
 
 
-def own_states() -> list[int]:
-    """Return hashes of the states of all generators, except PyTorch's."""
-    kinds = [random.Random]
-    if numpy := sys.modules.get("numpy"):
-        kinds += [numpy.random.Generator, numpy.random.RandomState]
-    made = [x for age in (2, 1, 0) for x in gc.get_objects(age) if type(x) in kinds]
-    return [*map(state_of, made)]
-
-
 @dataclass
 class Same:
     """A line of the script that draws the same numbers on several ranks."""
@@ -256,7 +252,10 @@ def parts_of_orders(job: Job) -> str:
         rows, counts = [*zip(*lists, strict=False)], []
         sizes = {x.size for row in rows for x in row}
         for process, own in zip(job.processes, lists, strict=True):
-            counts += [between(process, *pair) for pair in pairwise(own)]
+            for one, other in pairwise(own):
+                inputs = process.of(Input)
+                read = [len(x.rows) for x in inputs if one.step <= x.step < other.step]
+                counts.append((sum(read), max(read, default=0)))
         part = min(sizes, default=0) / len(lists)
         other = all(len({x.value for x in row}) > 1 for row in rows)
         fit = [n > 3 * b and -b < n - part <= len(lists) for n, b in counts]
@@ -264,13 +263,6 @@ def parts_of_orders(job: Job) -> str:
             text = f"{line} draws a different order of {min(sizes):,} on each rank, "
             return f"{text}and a rank reads about {counts[0][0]:,} of them"
     return ""
-
-
-def between(process, one: Order, other: Order) -> tuple[int, int]:
-    """Return how many samples networks get between two draws, and a batch's size."""
-    own = [x for x in process.of(Input) if one.step <= x.step < other.step]
-    sizes = [len(x.rows) for x in own]
-    return sum(sizes), max(sizes, default=0)
 
 
 def same_generators(job: Job) -> tuple[bool, str]:

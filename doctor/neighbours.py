@@ -101,11 +101,9 @@ def few_of_each(rows) -> list[list[float]]:
 
 
 def inputs(job: Job) -> list[list[Input]]:
-    """Return one network's first input in each step, for each rank.
-
-    The network is the first one whose inputs differ between the ranks, if there is one.
-    """
+    """Return one network's first input in each step, for each rank."""
     every = need(job.of(Input), "no input was seen")
+    # The first network whose inputs differ between the ranks, if there is one
     for number in sorted({one.network for one in every}):
         ranks = []
         for process in job.processes:

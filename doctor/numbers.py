@@ -42,7 +42,6 @@ ONE_RANK = "Sum the numerator and the number of samples over all ranks; divide o
 MEANS = "Add up sums and sample counts, not means, and divide once at the end."
 DIVISOR = "Divide by the number of samples (or batches) that were added up."
 SIZES = "Multiply a batch's mean by the batch's size if you divide by all samples."
-IGNORED = "In both sums, count only the targets that the loss counts."
 PARTS = "Print the loss before it is divided for the backward pass."
 RESET = "Reset the metric (or the sums) at the start of each pass."
 
@@ -157,7 +156,6 @@ class Group:
     step: int = 0  # the last step before the pass
     trains: bool = False
     total: int = 0  # number of the dataset's samples; 0: unknown
-    skipped: int = 0  # number of ignored targets
     parts: int = 1  # divisor of the loss before backward()
     means: bool = True  # False: the losses may contain sums
     training: bool = False  # it used dropout or batch norm layers in training mode
@@ -228,11 +226,6 @@ class Group:
         name = "which counts repeated samples"
         yield name, REPEATED, *every
         yield f"{name} in the numerator only", REPEATED, every[0], once[1]
-        if self.skipped:
-            name = "which counts ignored targets, such as padding"
-            bottom = once[1] + self.skipped
-            yield f"{name}, as correct", IGNORED, once[0] + self.skipped, bottom
-            yield f"{name}, as incorrect", IGNORED, once[0], bottom
         each = {rank: means(rows) for rank, rows in self.ranks.items()}
         own = {n: self.added(n) for n in self.ranks}
         for rank, (top, bottom) in own.items():

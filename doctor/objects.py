@@ -63,7 +63,9 @@ class Objects:
                 parts = nested(one, "", 2 * bool(prefix and name[0] != "_"))
                 for key, x in islice(parts, MOST // 4):
                     if id(x) not in weights and len(found) < MOST:
-                        found[label_of(f"{prefix}{name}{key}", found)] = few_of(x)
+                        label = f"{prefix}{name}{key}"
+                        labels = chain([label], (f"{label} #{n}" for n in count(2)))
+                        found[next(x for x in labels if x not in found)] = few_of(x)
         return found
 
 
@@ -88,12 +90,6 @@ def is_users(kind: type) -> bool:
     file = getattr(module, "__file__", None) or ""
     library = file.startswith((*not_the_users(), LIBRARY)) or "-packages" in file
     return bool(file) and not library and kind.__weakrefoffset__ != 0
-
-
-def label_of(name: str, found: dict) -> str:
-    """Return a name, followed by a number if the name is already used."""
-    labels = chain([name], (f"{name} #{number}" for number in count(2)))
-    return next(one for one in labels if one not in found)
 
 
 def few_of(tensor):
@@ -136,16 +132,14 @@ def variables(frame: FrameType | None) -> tuple[dict[str, str], dict[str, int]]:
 
 
 def indices(frame: FrameType | None, count: int) -> array | None:
-    """Return the variable that seems to hold the indices of a batch's samples.
-
-    These are `count` integers, nearly all different. Positions in the batch are not.
-    """
+    """Return the variable that seems to hold the indices of a batch's samples."""
     best, most = None, 0.7 * count
     for _, values in scopes(frame):
         for one in [*values.values()]:
             if type(one).__name__ in ("Tensor", "ndarray") and one.shape == (count,):
                 one = one.tolist() if getattr(one, "is_cpu", True) else ()
             if type(one) in (list, tuple) and len(one) == count > 0:
+                # Positions in the batch are smaller than `count`
                 whole = all(type(x) is int for x in one) and max(one) >= count
                 if whole and len({*one}) > most:
                     best, most = array("q", one), len({*one})

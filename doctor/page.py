@@ -192,11 +192,6 @@ def coloured(lines: list[str], word: str) -> list[str]:
 
 def fill(text: str, width: int, start: str = "", indent: str = "  ") -> list[str]:
     """Break a paragraph into lines; indent all lines except the first."""
-    return textwrap.wrap(
-        text,
-        width,
-        initial_indent=start,
-        subsequent_indent=start + indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    indents = {"initial_indent": start, "subsequent_indent": start + indent}
+    whole = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(text, width, **indents, **whole)

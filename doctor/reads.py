@@ -112,10 +112,8 @@ class Reads:
         return self.pool > 0 and draws < 12 * len(ranks) and not self.shift
 
     def shifted(self) -> int:
-        """Return by how many samples one rank is ahead of another in most steps, or 0.
-
-        The result is at most one batch: ranks that begin at random are further apart.
-        """
+        """Return by how many samples a rank is ahead in most steps, or 0."""
+        # At most by one batch: ranks that begin at random are further apart
         for one, other in permutations([] if self.stays() else self.all[:8], 2):
             first = enumerate(one[: self.batch + 1])
             for shift in [n for n, x in first if x in other[:1] and n]:
@@ -211,7 +209,6 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
         samples = None  # the script's own sampler may choose a part of them
     elif all(one.part is not None for one in first):
         samples = len({*chain(*(one.part for one in first))})
-    key = "ids" if own.stream and named(lists) else "rows"
     before = lists
     lists, done = resumed(lists, done)
     for count, (batches, whole) in enumerate(zip(lists, done, strict=True)):
@@ -221,7 +218,7 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
         ranks = [[x.indices for x in part] for part in batches]
         index = same and None not in chain(*ranks)
         if not index:
-            ranks = [[getattr(x, key) for x in part] for part in batches]
+            ranks = [[x.rows for x in part] for part in batches]
         if not all(ranks) or None in chain(*ranks):
             if count:
                 return
@@ -244,19 +241,6 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
             resumed=split,
             stream=own.stream,
         )
-
-
-def named(epochs: list) -> bool:
-    """Return whether integers name a stream's samples, whose labels recur with them."""
-    labels, reads = {}, [*chain(*chain(*epochs))]
-    for one in reads:
-        for name, label in zip(one.ids or (), one.marks or (), strict=False):
-            labels.setdefault(name, []).append(label)
-    again = [x for x in labels.values() if len(x) > 1]
-    alike, count = sum(len({*x}) == 1 for x in again), Counter(chain(*again))
-    if not all(one.ids for one in reads) or not 20 < len(again) < alike / 0.9:
-        return False
-    return len(count) < len(labels) / 2 and max(count.values()) < 0.8 * count.total()
 
 
 def recurring(epochs: list) -> int:
@@ -290,9 +274,9 @@ def resumed(lists: list, done: list[bool]) -> tuple[list, list[bool]]:
 
 
 def looped(job: Job) -> list[Reads]:
-    """Return the samples that ranks read without a DataLoader, until a sample repeats.
+    """Return the samples read without a DataLoader until one repeats, and later epochs.
 
-    If all ranks have read equally many batches by then, the next batches form epoch 1.
+    There are later epochs if all ranks have read equally many batches by then.
     """
     if any(one.loaded for one in job.of(Input)):
         raise NotJudged("no DataLoader feeds the steps of every rank")

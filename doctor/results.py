@@ -52,7 +52,6 @@ class Measured(Event, limit=5000):
     at: float  # time of the measurement
     values: array  # sums for each sample or for the batch
     weights: array  # number of targets in each sum
-    skipped: int = 0  # number of ignored targets
     guesses: array | None = None  # predicted classes, one for each sample
     # The network is trained, and has dropout or batch norm layers in training mode
     training: bool = False
@@ -158,7 +157,6 @@ class Results(Watcher):
                     continue
                 self.found[fields["what"]] = output
             values = values.cpu()
-            fields["skipped"] = int(fields.get("skipped", 0))
             if labels is not None:
                 labels = labels.cpu().reshape(-1, 1)
                 if values.numel() == len(labels) and not fields["trains"]:
@@ -283,9 +281,8 @@ class Results(Watcher):
         if classes and not torch.is_grad_enabled() and target.dim() == scores.dim() - 1:
             valid = target != kwargs.get("ignore_index", -100)
             right = ~(scores.argmax(1) != target) & valid
-            rows = right.reshape(len(target), -1).sum(1), valid.reshape(len(target), -1)
-            skipped = (~valid).sum()
-            self.measure("hits", where, rows[0], rows[1].sum(1), skipped=skipped)
+            rows = [x.reshape(len(target), -1).sum(1) for x in (right, valid)]
+            self.measure("hits", where, *rows)
 
     def rows(self, call, result, args: tuple, kwargs: dict):
         """Return a loss's line, its sums, and the number of targets in each sum."""
@@ -333,11 +330,8 @@ def places(same):
 
 
 def repeated(job) -> dict[tuple[int, int], list[float]]:
-    """Return {(rank, step): the times at which passes over the same inputs began}.
-
-    Without a loader, nothing else separates passes with old and with restored weights.
-    """
-    found = {}
+    """Return {(rank, step): the times at which passes over the same inputs began}."""
+    found = {}  # nothing else separates passes with old and with restored weights
     for process in job.processes:
         seen = [one for one in process.of(Measured) if one.what == "seen"]
         for step, group in groupby(seen, lambda one: one.after):

@@ -61,15 +61,11 @@ class AfterImport:
         return spec
 
 
-def run_the_users_own() -> None:
-    """Run the sitecustomize.py that this file hides, if there is one."""
-    others = [p for p in sys.path if os.path.abspath(p or ".") != HERE]
-    found = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
-    if found and found.loader:
-        found.loader.exec_module(importlib.util.module_from_spec(found))
-
-
-run_the_users_own()
+# Run the user's own sitecustomize.py, which this file hides
+others = [path for path in sys.path if os.path.abspath(path or ".") != HERE]
+found = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+if found and found.loader:
+    found.loader.exec_module(importlib.util.module_from_spec(found))
 if os.environ.get("DOCTOR_FOLDER"):
     if os.environ.get("DOCTOR_MACHINES") and "RANK" in os.environ:
         os.environ["GROUP_RANK"] = os.environ["RANK"]
