@@ -1,8 +1,8 @@
 """Format the report as a page (--html), and recorded steps as a timeline (--trace)."""
 
 import json
+import linecache
 from html import escape
-from pathlib import Path
 
 from .job import Job
 from .law import BROKEN, HELD, Finding, Report, Verdict
@@ -75,16 +75,12 @@ def finding(one: Finding) -> str:
 def code(place: str) -> str:
     """Return the code around file:line as HTML, or only the place if unreadable."""
     file, _, number = place.rpartition(":")
-    try:
-        lines = Path(file).read_text().splitlines()
-        middle = int(number)
-    except (OSError, ValueError):
-        return f"<p>{escape(place)}</p>" * bool(place)
-    shown = [f"{n:5} {escape(line)}" for n, line in enumerate(lines, 1)]
-    if 0 < middle <= len(shown):
-        shown[middle - 1] = f"<mark>{shown[middle - 1]}</mark>"
-    shown = shown[max(0, middle - 4) : middle + 3]
-    return f"<p>{escape(place)}</p><pre>" + "\n".join(shown) + "</pre>"
+    middle, text = int(number) if number.isdigit() else 0, ""
+    for n in range(middle - 3, middle + 4):
+        if line := linecache.getline(file, n):
+            row = f"{n:5} {escape(line)}"
+            text += f"<mark>{row}</mark>" if n == middle else row
+    return f"<p>{escape(place)}</p>" * bool(place) + f"<pre>{text}</pre>" * bool(text)
 
 
 def law(verdict: Verdict) -> str:

@@ -83,8 +83,7 @@ class Number:
 def results(text: str) -> list[Number]:
     """Return the numbers of a line that may be results.
 
-    In "loss 0.4 val_loss 0.5", the first number may be a training loss, because the
-    second number is a validation loss.
+    In "loss 0.4 val_loss 0.5", the first number may also be a training loss.
     """
     found = [*numbers(text)]
     now = [x for x in found if not any(one in x.words for one in BEST)]

@@ -63,9 +63,7 @@ class Objects:
                 parts = nested(one, "", 2 * bool(prefix and name[0] != "_"))
                 for key, x in islice(parts, MOST // 4):
                     if id(x) not in weights and len(found) < MOST:
-                        label = f"{prefix}{name}{key}"
-                        labels = chain([label], (f"{label} #{n}" for n in count(2)))
-                        found[next(x for x in labels if x not in found)] = few_of(x)
+                        found[label_of(f"{prefix}{name}{key}", found)] = few_of(x)
         return found
 
 
@@ -90,6 +88,12 @@ def is_users(kind: type) -> bool:
     file = getattr(module, "__file__", None) or ""
     library = file.startswith((*not_the_users(), LIBRARY)) or "-packages" in file
     return bool(file) and not library and kind.__weakrefoffset__ != 0
+
+
+def label_of(name: str, found: dict) -> str:
+    """Return a name, followed by a number if the name is already used."""
+    labels = chain([name], (f"{name} #{number}" for number in count(2)))
+    return next(one for one in labels if one not in found)
 
 
 def few_of(tensor):

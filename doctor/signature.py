@@ -137,8 +137,7 @@ def other_contents(job: Job, labels: bool) -> str:
 def contents(process: Process, labels: bool) -> tuple[dict[int, int], float]:
     """Return {index: label or hash} for samples, and the share of them that changes.
 
-    Padding, for example, changes with the longest sample in a batch. If many samples
-    change, the dictionary is empty.
+    If many change (as padding does, with the batch), the dictionary is empty.
     """
     found = {}
     for one in process.trained:
