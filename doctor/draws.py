@@ -4,7 +4,7 @@ import gc
 import random
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, combinations, pairwise
@@ -208,12 +208,10 @@ def since(same: list[bool], least: float = 3) -> int | None:
 
 def same_draws(job: Job) -> tuple[dict[str, Same], int]:
     """Return {line: the ranks' equal draws}, and the number of draws that differ."""
-    rows, found, differ = [], {}, 0
-    for process in job.processes:
-        own = {}
+    rows, found, differ = [defaultdict(dict) for _ in job.processes], {}, 0
+    for own, process in zip(rows, job.processes, strict=True):
         for one in process.of(Drawn):
-            own.setdefault((one.place, one.number), {})[one.step] = one
-        rows.append(own)
+            own[one.place, one.number][one.step] = one
     watched = len({one.step for one in job.of(Drawn)})
     batch = max((len(one.rows) for one in job.of(Input)), default=10**9)
     passes = len({one.step for one in job.of(Input)})
@@ -244,8 +242,7 @@ def same_draws(job: Job) -> tuple[dict[str, Same], int]:
 def parts_of_orders(job: Job) -> str:
     """Return a message if ranks read parts of different permutations, else "".
 
-    They read about N / world_size of N shuffled things between two draws: not only
-    their own samples are shuffled.
+    Between two draws, each reads about N / world_size of the N shuffled things.
     """
     for line in dict.fromkeys(one.place for one in job.of(Order)):
         lists = [[x for x in p.of(Order) if x.place == line] for p in job.processes]

@@ -97,11 +97,8 @@ def law(verdict: Verdict) -> str:
 
 
 def spans(job: Job) -> dict[int, list[tuple[int, str, float, float]]]:
-    """Return {rank: spans of time, as (step, part, start and end in seconds)}.
-
-    A rank's time in communication beyond the fastest rank's counts as waiting.
-    """
-    shares, rows = {}, {}
+    """Return {rank: spans of time, as (step, part, start and end in seconds)}."""
+    shares, rows = {}, {}  # shares of communication beyond the fastest rank's: waiting
     for row in job.rows(Spans):
         total = [sum(b - a for part, a, b in x.spans if part == COMM) for x in row]
         for one, seconds in zip(row, total, strict=True):
@@ -141,8 +138,7 @@ def timeline(job: Job) -> str:
             bars += f'<i class="{part}" title="{label}" style="{style}"></i>'
         text += f'<div class="row"><span>rank {rank}</span><div class="bar">'
         text += f"{bars}</div></div>"
-    used = {x[1] for x in every}
-    key = "".join(f'<span><i class="{x}"></i>{x}</span>' for x in PARTS if x in used)
+    key = "".join(f'<span><i class="{x}"></i>{x}</span>' for x in PARTS)
     return f"""<h2>Steps {steps[0] + 1} to {steps[-1] + 1}</h2>{text}
 <div class="key">{key}</div><p>{1000 * (end - start):.0f} ms in total; a dashed line
 marks the start of each step. Waiting is the time by which a rank's communication takes

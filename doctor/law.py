@@ -146,7 +146,6 @@ def explains(
     general: Check, level: str = "", read: str = ""
 ) -> Callable[[Callable], Check]:
     """Return a decorator for an explanation: (job, breach) -> Breach | None."""
-
     known = level or general.level, read or general.read
     return lambda function: _add(general.law, function, *known, explains=general)
 

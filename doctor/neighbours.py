@@ -55,12 +55,11 @@ class Inputs(Watcher):
         if inputs := [one for one in inputs if one.dim() and len(one)]:
             largest = max(inputs, key=torch.Tensor.numel)
             loaded = Loaders.here.current is not None
-            read = largest.is_cpu or not loaded
             one = Input(
                 network=self.networks.setdefault(id(network), len(self.networks)),
                 rows=rows_of(inputs),
                 loaded=loaded,
-                few=few_of_each(largest) if read else [],
+                few=few_of_each(largest) if largest.is_cpu or not loaded else [],
                 whole=not largest.is_floating_point(),
                 ids=None if loaded else ids_of(inputs, len(largest)),
                 indices=None if loaded else indices(sys._getframe(), len(largest)),

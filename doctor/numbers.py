@@ -137,10 +137,9 @@ def others(text: str) -> Iterator[tuple[str, str]]:
         if not name or "." not in one[1] or UNIT.match(low[end:]):
             continue
         words = {*re.split(r"[\W_]+", name[1])}
-        if words & SETTINGS or any(x.endswith("time") for x in words):
-            continue
+        setting = words & SETTINGS or any(x.endswith("time") for x in words)
         inherits = known and not re.search("[a-z]", NEUTRAL.sub("", name[1]))
-        if not (kind or inherits):
+        if not (kind or inherits or setting):
             yield name[1], one[1]
 
 
@@ -181,7 +180,7 @@ class Group:
         """Return the group for top-`count` accuracies; `self` contains places()."""
         same = replace(self, what=f"top{count}", ranks={})
         for rank, rows in self.ranks.items():
-            hits = [([0 <= x < count for x in row[0]], *row[1:]) for row in rows]
+            hits = [([0 <= x < count for x in own], *rest) for own, *rest in rows]
             same.ranks[rank] = hits
         return same
 

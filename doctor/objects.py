@@ -121,10 +121,7 @@ def scopes(frame: FrameType | None) -> Iterator[tuple[str, dict]]:
 
 
 def variables(frame: FrameType | None) -> tuple[dict[str, str], dict[str, int]]:
-    """Return strings and counts in the variables of a frame and its callers.
-
-    A count is a whole number above 1, or the length of a list or tensor.
-    """
+    """Return the strings and counts (see count_of) in variables of a frame's stack."""
     texts, counts = {}, {}
     for _, values in scopes(frame):
         few = {k: x for k, x in values.items() if type(x) is str and k[:2] != "__"}

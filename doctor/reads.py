@@ -101,8 +101,7 @@ class Reads:
     def random(self) -> bool:
         """Return whether random draws on each rank may share as many samples.
 
-        Such ranks repeat their own samples as often as they read another rank's. A
-        series, such as a file, counts as one draw.
+        Then they repeat their own as often. A series, as of a file, counts as one draw.
         """
         draws, ranks = 0, self.all[:8]
         for one, other in permutations(ranks, 2):
@@ -274,10 +273,7 @@ def resumed(lists: list, done: list[bool]) -> tuple[list, list[bool]]:
 
 
 def looped(job: Job) -> list[Reads]:
-    """Return the samples read without a DataLoader until one repeats, and later epochs.
-
-    There are later epochs if all ranks have read equally many batches by then.
-    """
+    """Return the samples read without a DataLoader until one repeats, and later epochs."""
     if any(one.loaded for one in job.of(Input)):
         raise NotJudged("no DataLoader feeds the steps of every rank")
     lists = [[x.ids for x in one] for one in inputs(job)]
@@ -301,7 +297,7 @@ def looped(job: Job) -> list[Reads]:
     lap = partial(Reads, whole=False, index=False, pool=pool, ids=ids, shift=shift)
     text = f"the first {shortest} inputs of the network"
     found = [lap([x[:shortest] for x in ranks], text)]
-    epochs = {*map(len, ranks)} == {shortest} and again
+    epochs = {*map(len, ranks)} == {shortest} and again  # all repeat in this step
     size = shortest if epochs else max(8, shortest)
     for start in range(shortest, end - min(8, size) + 1, size):
         own = [x[start : start + size] for x in lists]

@@ -270,19 +270,7 @@ class Results(Watcher):
                 self.inside.append(found)
             elif found:
                 self.measure("loss", *found)
-                self.hits(found[0], args, kwargs)
         return result
-
-    def hits(self, where: str, args: tuple, kwargs: dict) -> None:
-        """Measure the hits of a loss's scores (N, C, ...) during an evaluation."""
-        scores = kwargs["input"] if "input" in kwargs else args[0]
-        target = kwargs["target"] if "target" in kwargs else args[1]
-        classes = scores.dim() > 1 and not target.is_floating_point()
-        if classes and not torch.is_grad_enabled() and target.dim() == scores.dim() - 1:
-            valid = target != kwargs.get("ignore_index", -100)
-            right = ~(scores.argmax(1) != target) & valid
-            rows = [x.reshape(len(target), -1).sum(1) for x in (right, valid)]
-            self.measure("hits", where, *rows)
 
     def rows(self, call, result, args: tuple, kwargs: dict):
         """Return a loss's line, its sums, and the number of targets in each sum."""

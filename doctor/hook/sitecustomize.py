@@ -8,6 +8,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+import types
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -15,13 +16,8 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 def load(name: str):
     """Import a module of doctor as part of a package with the unused name _doctor."""
     if "_doctor" not in sys.modules:
-        folder = os.path.dirname(HERE)
-        path = os.path.join(folder, "__init__.py")
-        spec = importlib.util.spec_from_file_location(
-            "_doctor", path, submodule_search_locations=[folder]
-        )
-        sys.modules["_doctor"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["_doctor"])
+        package = sys.modules["_doctor"] = types.ModuleType("_doctor")
+        package.__path__ = [os.path.dirname(HERE)]
     return importlib.import_module(f"_doctor.{name}")
 
 
