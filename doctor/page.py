@@ -29,10 +29,8 @@ def page(job: Job, report: Report, verbose: bool = False) -> str:
         if not job.of(Failed):  # the error's finding is clearer
             passes = max((one.passes for one in job.of(Exit)), default=0)
             text += f" A rank ran {passes} backward passes." * (passes > 0)
-            text += " doctor watches step() of PyTorch's Optimizers in the job's "
-            text += (
-                "processes. In float16, a GradScaler skips the first: train for more."
-            )
+            text += " doctor watches step() of PyTorch's Optimizers in the job's own "
+            text += "processes. In float16, a GradScaler skips the first steps."
         lines += coloured(fill(text, width), NOTHING)
     for one in mistakes(report):
         lines += ["", *paragraph(one, width)]

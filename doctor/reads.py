@@ -273,7 +273,7 @@ def resumed(lists: list, done: list[bool]) -> tuple[list, list[bool]]:
 
 
 def looped(job: Job) -> list[Reads]:
-    """Return the samples read without a DataLoader until one repeats, and later epochs."""
+    """Return the samples read without a DataLoader until a repeat, and later epochs."""
     if any(one.loaded for one in job.of(Input)):
         raise NotJudged("no DataLoader feeds the steps of every rank")
     lists = [[x.ids for x in one] for one in inputs(job)]
