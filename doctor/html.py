@@ -38,8 +38,7 @@ pre { overflow-x: auto; background: Canvas; padding: .5rem; margin: .5rem 0; }
 mark { background: none; color: var(--bad); font-weight: bold; }
 .row { display: grid; grid-template-columns: 3.5rem 1fr; align-items: center; }
 .bar { position: relative; height: 1.6rem; background: var(--soft); margin: 2px 0; }
-.bar i, .key i { display: block; } .bar i { position: absolute; height: 100%; }
-.bar u { position: absolute; height: 100%; border-left: 1px dashed; }
+.bar i, .bar u { position: absolute; height: 100%; } .bar u { border-left: 1px dashed; }
 .key { display: flex; flex-wrap: wrap; gap: .3rem 1rem; padding-left: 3.5rem; }
 .key i { width: .9rem; height: .9rem; margin-right: .3rem; }
 .key span { display: flex; align-items: center; }

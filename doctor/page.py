@@ -66,10 +66,8 @@ def summary(job: Job) -> str:
     more = f" ({timed} later ones only timed)" * (timed > 0)
     watched = f"{', '.join(map(str, steps))} optimizer steps watched{more}"
     ended = f"the job ended with status {job.status}"
-    if job.hung:
-        ended = "the job hung, and doctor ended it"
-    elif job.interrupted:
-        ended = "the job was interrupted"
+    ended = "the job was interrupted" if job.interrupted else ended
+    ended = "the job hung, and doctor ended it" if job.hung else ended
     return f"{count} {trained if names else 'ran'}; {watched}; {ended}."
 
 

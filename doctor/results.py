@@ -190,7 +190,7 @@ class Results(Watcher):
         self.training = self.training and trains(network)
         for one in inside:
             self.measure("loss", *one)
-        source = "network", id(network)
+        self.source = "network", id(network)
         outputs = getattr(outputs, "logits", outputs)
         found = [one.detach() for one in leaves(outputs) if one.dim()]
         scores = [one for one in found if one.dim() == 2 and one.size(1) > 1]
@@ -198,9 +198,9 @@ class Results(Watcher):
         if scores and labels is not None and len(labels) == len(scores[0]):
             one = scores[0]
             if int(labels.max()) < one.size(1):
-                self.measure("hits", source, one.argmax(1), None, labels)
+                self.measure("hits", self.source, one.argmax(1), None, labels)
                 if one.size(1) > 5:
-                    self.measure("top", source, best_of(one), None, labels)
+                    self.measure("top", self.source, best_of(one), None, labels)
         elif found and found[0].numel() <= LARGE and found[0].is_floating_point():
             one = found[0]
             if one.numel() == len(one):
@@ -210,7 +210,6 @@ class Results(Watcher):
                 if one.dim() == 2 and one.size(1) > 2:
                     self.best = best_of(one)
                     self.guesses.append(self.best)
-            self.source = source
 
     def equal(self, call, *args, **kwargs):
         result = call(*args, **kwargs)
