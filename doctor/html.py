@@ -87,8 +87,7 @@ def law(verdict: Verdict) -> str:
     text = {BROKEN: "see the findings", HELD: "; ".join(verdict.evidence)}
     why = text.get(verdict.state) or why_not_judged(verdict)
     more = "".join(f"<li>{k}: {escape(v)}</li>" for k, v in verdict.not_judged.items())
-    if more:
-        more = f"<details><summary>Not judged</summary><ul>{more}</ul></details>"
+    more = more and f"<details><summary>Not judged</summary><ul>{more}</ul></details>"
     state = verdict.state.replace(" ", "-")
     text = f"{verdict.law.text}: <b>{verdict.state}</b>. {escape(why)}{more}"
     head = f'<div class="law {state}"><span>{verdict.law.number}</span>'

@@ -47,6 +47,9 @@ class Batch(Event, limit=100_000):
     indices: array | None  # the samples' indices in the dataset inside all subsets
     labels: array | None  # the batch's only tensor (N,) of integers
     rows: array | None  # a hash of each sample's contents
+    # In a stream: the integers that differ within the batch, and a hash of the others
+    ids: array | None = None
+    marks: array | None = None
 
 
 @dataclass
@@ -196,7 +199,12 @@ class Loaders(Watcher):
         integers = [x for x in tensors if x.dim() == 1 and not x.is_floating_point()]
         labels = integers[0] if len(integers) == 1 else None
         values = None if labels is None else array("q", labels.tolist())
-        indices = rows = None
+        marks = indices = rows = ids = None
+        if own.stream and len(integers) > 1:
+            lists = [x.tolist() for x in integers]
+            most, *others = sorted(lists, key=lambda x: -len({*x}))
+            ids = array("q", most) if len({*most}) == len(most) else None
+            marks = array("q", map(digest, *others))
         numbers = index if isinstance(index, (list, tuple)) else [None]
         if not own.stream and all(hasattr(one, "__index__") for one in numbers):
             for subset in subsets:
@@ -206,7 +214,7 @@ class Loaders(Watcher):
         if tensors and fits and (recorder.watching or indices is None):
             rows = array("q", map(digest, *map(hashes, tensors)))
         found = {**own.which, "number": own.batches, "indices": indices}
-        recorder.write(Batch(**found, labels=values, rows=rows))
+        recorder.write(Batch(**found, labels=values, rows=rows, ids=ids, marks=marks))
         read = {**found, "labels": labels, "used": False}
         own.reads.append(read)
         tell("on_batch", own, {**read, "tensors": tensors}, seconds)

@@ -37,8 +37,7 @@ def page(job: Job, report: Report, verbose: bool = False) -> str:
     lines.append("")
     for verdict in report.verdicts:
         lines += law_lines(verdict, report, width)
-        if verbose:
-            lines += all_checks(verdict, report, width)
+        lines += all_checks(verdict, report, width) if verbose else ()
     for one in report.findings:
         lines += paragraph(one, width) if one.level == NOTE else ()
     lines += times(job, width)

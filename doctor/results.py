@@ -134,8 +134,7 @@ class Results(Watcher):
     def measure(self, what, source, values, weights, labels=None, **more) -> None:
         """Store tensors for read(); hits are elements of `values` that equal `labels`.
 
-        If `more` contains a tensor `sure`, read() keeps the first entry of each output
-        for which it is true.
+        If `more` contains `sure` (a tensor), only an output's first sure entry counts.
         """
         number = self.sources.setdefault(source, len(self.sources))
         batch = self.batch or {}

@@ -359,6 +359,21 @@ def test_the_variable_that_holds_a_batchs_indices(found):
     assert [*(seen or ())] == few
 
 
+@pytest.mark.parametrize("names", [True, False])
+def test_integers_that_name_a_streams_samples(names):
+    """If they count each rank's own samples, equal numbers have different labels."""
+    ranks = [fed([*range(64)], stream=True) for n in (0, 1)]
+    for rank, own in enumerate(ranks):
+        for one in each(Batch, [own]):
+            one.ids, labels = (
+                one.rows,
+                [x * x % 7 + rank * (not names) for x in one.rows],
+            )
+            one.rows = array("q", [x + 999 * rank for x in one.rows])
+            one.marks = array("q", labels)
+    assert named(report(*ranks, steps=0)) == ({"same_samples"} if names else set())
+
+
 @pytest.mark.parametrize("moved", [0, 15])
 def test_tokens_that_mean_something_else_on_each_rank_are_named(moved):
     draws, ranks = random.Random(0), []
