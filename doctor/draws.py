@@ -265,8 +265,7 @@ def parts_of_orders(job: Job) -> str:
 def same_generators(job: Job) -> tuple[bool, str]:
     """Return whether the script's own generators draw the same numbers on two ranks.
 
-    Also return a message if they are too many for joint decisions, else "". Their
-    positions may differ, as with seeds of a rank's number plus a position.
+    Also return a message if many do, in any order: this is no joint decision.
     """
     made, lists = Counter(), []
     for row in job.rows(Made):

@@ -5,11 +5,10 @@ function of a Job: it yields a Breach for each mistake that it finds, or evidenc
 there is none (a sentence with numbers that a user can verify). If the job's events are
 not sufficient, it raises NotJudged.
 
-A check's docstring names the fault (one sentence), the fix (the next paragraph), and
-after "Not a mistake if:" when the fault is not a mistake (.github/CONTRIBUTING.md has
-an example). A general check judges its law; the others look for one known mistake each.
-A function marked with `@explains` looks for a known mistake behind a general check's
-breach, and returns a better Breach or None.
+A check's docstring names the fault, the fix, and after "Not a mistake if:" when it is
+none (.github/CONTRIBUTING.md has an example). A general check judges its law; the
+others look for one known mistake each. A function marked with `@explains` looks for a
+known mistake behind a general check's breach, and returns a better Breach or None.
 """
 
 from collections.abc import Callable, Iterable, Iterator

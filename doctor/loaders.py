@@ -47,9 +47,8 @@ class Batch(Event, limit=100_000):
     indices: array | None  # the samples' indices in the dataset inside all subsets
     labels: array | None  # the batch's only tensor (N,) of integers
     rows: array | None  # a hash of each sample's contents
-    # In a stream: the integers that differ within the batch, and a hash of the others
-    ids: array | None = None
-    marks: array | None = None
+    ids: array | None = None  # in a stream: the integers that differ within the batch
+    marks: array | None = None  # in a stream: a hash of the other integers
 
 
 @dataclass

@@ -22,8 +22,7 @@ class Input(Event, limit=5000):
     """A network was called while gradients were enabled."""
 
     network: int
-    # a hash for each entry of the largest tensor, or of all single integers
-    rows: array
+    rows: array  # a hash of each entry of the largest tensor, or of all single integers
     loaded: bool  # the last batch came from a DataLoader
     few: list[list[float]]  # a few numbers of each entry, or [] on a GPU
     whole: bool  # the numbers are integers, such as tokens

@@ -15,7 +15,6 @@ from .moments import Step
 NOTHING = "NOTHING CHECKED"
 COLOURS = {"WRONG": "1;31", "RISK": "1;33", "SLOW": "1;36", NOTHING: "1;31"}
 COLOURS |= {BROKEN: "31", HELD: "32"}
-RANKS = 4  # maximum number of ranks in the table of times
 
 
 def page(job: Job, report: Report, verbose: bool = False) -> str:
@@ -137,7 +136,7 @@ def all_checks(verdict: Verdict, report: Report, width: int) -> list[str]:
     return [line for text in texts for line in fill(text, width, "     ")]
 
 
-def times(job: Job, width: int, most: int = RANKS) -> list[str]:
+def times(job: Job, width: int, most: int = 4) -> list[str]:
     """Return lines that show how a step's time is divided, on at most `most` ranks."""
     table = time_table(job)
     walls = {rank: sum(row.values()) for rank, row in table.items()}

@@ -39,9 +39,8 @@ class Printed(Event, limit=2000):
 class Measured(Event, limit=5000):
     """The sums that doctor computed from the outputs of one batch."""
 
-    # hits, top (see places()), loss, root (the value whose backward() is called), pairs
-    # (`values` are predictions, and `weights` are the labels that the script compares
-    # with these), or seen (`guesses` are hashes of inputs)
+    # hits, top (see places()), loss, root (of backward()), pairs (`values` are compared
+    # predictions, `weights` their labels), or seen (`guesses` are hashes of inputs)
     what: str
     source: int  # the network, or the line that calls the loss
     loader: int | None
@@ -53,8 +52,7 @@ class Measured(Event, limit=5000):
     values: array  # sums for each sample or for the batch
     weights: array  # number of targets in each sum
     guesses: array | None = None  # predicted classes, one for each sample
-    # The network is trained, and has dropout or batch norm layers in training mode
-    training: bool = False
+    training: bool = False  # a trained network has layers that are in training mode
 
 
 class Scored(Event, limit=2000):
