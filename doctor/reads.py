@@ -170,10 +170,7 @@ def feeds(job: Job, number: int | None = None, epoch: int = 0) -> list[Feed]:
 
 
 def interleaved(job: Job) -> tuple[list[int], list[int]]:
-    """Return the other loaders whose batches the ranks read between the same steps.
-
-    The second list has loaders that the training loader's line reads in other steps.
-    """
+    """Return other loaders: read between the same steps, and at its line in others."""
     found, again = [], []
     for process in job.processes:
         passes, fed, line = {}, set(), process.loader().place

@@ -101,8 +101,6 @@ class Results(Watcher):
         Moments.here.exchanged = time.time()
         return call(*args, **kwargs)
 
-    # --- prints ---
-
     def write(self, call, text):
         self.line = (self.line + text)[-4000:]
         if text.endswith("\n"):
@@ -121,8 +119,6 @@ class Results(Watcher):
         unseen = any(name in sys.modules for name in EXCHANGES)
         last = inf if unseen else Moments.here.exchanged
         recorder.write(Printed(text=self.line[-2000:], place=place(), exchanged=last))
-
-    # --- outputs and losses ---
 
     def keeps(self) -> bool:
         """Return whether doctor measures the current outputs."""
