@@ -111,8 +111,7 @@ class Reads:
         return self.pool > 0 and draws < 12 * len(ranks) and not self.shift
 
     def shifted(self) -> int:
-        """Return by how many samples a rank is ahead in most steps, or 0."""
-        # At most by one batch: ranks that begin at random are further apart
+        """Return by how many samples, at most a batch, a rank is ahead in most steps."""
         for one, other in permutations([] if self.stays() else self.all[:8], 2):
             first = enumerate(one[: self.batch + 1])
             for shift in [n for n, x in first if x in other[:1] and n]:

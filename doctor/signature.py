@@ -20,8 +20,7 @@ READ = list.__getitem__, tuple.__getitem__, deque.__getitem__  # no code of the 
 def signature(dataset) -> dict[str, tuple[int, int, int | None]]:
     """Return {attribute: three numbers} for the lists and arrays of a dataset.
 
-    The numbers are the length, a hash of a few entries in their order, and a hash of
-    all entries in any order (None if there are many).
+    They are its length, a hash of a few entries in order, and one of all in any order.
     """
     found = {}
     with contextlib.suppress(Exception), warnings.catch_warnings():
