@@ -111,7 +111,7 @@ class Reads:
         return self.pool > 0 and draws < 12 * len(ranks) and not self.shift
 
     def shifted(self) -> int:
-        """Return by how many samples, at most one batch, a rank is mostly ahead, or 0."""
+        """Return by how many samples, at most one batch, a rank is mostly ahead."""
         for one, other in permutations([] if self.stays() else self.all[:8], 2):
             first = enumerate(one[: self.batch + 1])
             for shift in [n for n, x in first if x in other[:1] and n]:
