@@ -4,7 +4,7 @@ import gc
 import random
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, combinations, pairwise
@@ -99,17 +99,21 @@ class Draws(Watcher):
     def after_step(self, optimizer, weights) -> None:
         self.shared = False
         if recorder.step in SCANS:
-            recorder.write(Own(states=own_states()))
+            kinds = [random.Random]
+            if numpy := sys.modules.get("numpy"):
+                kinds += [numpy.random.Generator, numpy.random.RandomState, self.kind]
+            every = chain(*map(gc.get_objects, (2, 1, 0)))
+            own = [one for one in every if type(one) in kinds]
+            recorder.write(Own(states=[*map(state_of, own)]))
         self.counts = Counter()
 
     def make(self, name: str, call, /, *args, **kwargs):
         result = call(*args, **kwargs)
-        if not recorder.watching or self.shared or not runs_normally():
-            return result
-        if permutes(result):
-            self.note(result)
-        if result.is_floating_point() or permutes(result):
-            self.keep(name, result)
+        if recorder.watching and not self.shared and runs_normally():
+            if permuted := permutes(result):
+                self.note(result)
+            if permuted or result.is_floating_point():
+                self.keep(name, result)
         return result
 
     def order(self, call, *args, **kwargs):
@@ -156,14 +160,12 @@ class Draws(Watcher):
         file = sys._getframe(3).f_code.co_filename
         if file.startswith(not_the_users()) and "distributions" not in file:
             return
-        where = place()
+        where, source = place(), [result] if state is None else [state[:24], state]
         drawn = Drawn(
             name=name,
             place=where,
             number=self.counts[where],
-            value=digest(
-                numbers([result] if state is None else [state[:24], state], 24)
-            ),
+            value=digest(numbers(source, 24)),
             size=len(result) if result.dim() else 1,
             whole=not result.is_floating_point(),
             permutes=permutes(result),
@@ -181,28 +183,16 @@ def permutes(tensor) -> bool:
 
 
 def shuffled(things) -> tuple[int, list]:
-    """Return the number of shuffled things (0: unknown), and a few of them.
-
-    Batches of indices count as these indices, together 0 to N - 1.
-    """
+    """Return the number of shuffled things (0: unknown), and a few of them."""
     if hasattr(things, "tolist"):
         return len(things), numbers([torch.as_tensor(things)], 16)
     if all(isinstance(one, (list, tuple)) for one in things):
         inner = [*chain(*things)]
-        if {*inner} == {*range(len(inner))}:
+        if {*inner} == {*range(len(inner))}:  # batches of indices count as these
             things = inner
     few = [things[n] for n in positions(len(things), 16)]
     plain = all(isinstance(one, (int, float, str, tuple)) for one in few)
     return len(things) * plain, few
-
-
-def own_states() -> list[int]:
-    """Return hashes of the states of all generators, except PyTorch's."""
-    kinds = [random.Random]
-    if numpy := sys.modules.get("numpy"):
-        kinds += [numpy.random.Generator, numpy.random.RandomState, Draws.here.kind]
-    made = [x for age in (2, 1, 0) for x in gc.get_objects(age) if type(x) in kinds]
-    return [*map(state_of, made)]
 
 
 @dataclass
@@ -227,12 +217,10 @@ def since(same: list[bool], least: float = 3) -> int | None:
 
 def same_draws(job: Job) -> tuple[dict[str, Same], int]:
     """Return {line: the ranks' equal draws}, and the number of draws that differ."""
-    rows, found, differ = [], {}, 0
-    for process in job.processes:
-        own = {}
+    rows, found, differ = [defaultdict(dict) for _ in job.processes], {}, 0
+    for own, process in zip(rows, job.processes, strict=True):
         for one in process.of(Drawn):
-            own.setdefault((one.place, one.number), {})[one.step] = one
-        rows.append(own)
+            own[one.place, one.number][one.step] = one
     watched = len({one.step for one in job.of(Drawn)})
     batch = max((len(one.rows) for one in job.of(Input)), default=10**9)
     passes = len({one.step for one in job.of(Input)})
@@ -266,19 +254,18 @@ def parts_of_orders(job: Job) -> str:
     Between two draws, each rank then reads about N / world_size of N shuffled things
     (samples, or files of samples), so it has not shuffled only its own.
     """
-    for line in {one.place: 0 for one in job.of(Order)}:
+    for line in dict.fromkeys(one.place for one in job.of(Order)):
         lists = [[x for x in p.of(Order) if x.place == line] for p in job.processes]
         rows, counts = [*zip(*lists, strict=False)], []
-        if len({(len(row), x.size) for row in rows for x in row}) != 1:
-            continue
+        sizes = {x.size for row in rows for x in row}
         for process, own in zip(job.processes, lists, strict=True):
             counts += [between(process, *pair) for pair in pairwise(own)]
-        size, part = rows[0][0].size, rows[0][0].size / len(lists)
+        part = min(sizes, default=0) / len(lists)
         other = all(len({x.value for x in row}) > 1 for row in rows)
         fit = [n > 3 * b and -b < n - part <= len(lists) for n, b in counts]
-        if counts and other and all(fit):
-            text = f"{line} draws a different order of {size:,} on each rank, and a "
-            return f"{text}rank reads about {counts[0][0]:,} of them"
+        if counts and len(sizes) == 1 and other and all(fit):
+            text = f"{line} draws a different order of {min(sizes):,} on each rank, "
+            return f"{text}and a rank reads about {counts[0][0]:,} of them"
     return ""
 
 
@@ -299,10 +286,9 @@ def between(process, one: Order, other: Order) -> tuple[int, int]:
 def same_generators(job: Job) -> tuple[bool, str, str]:
     """Return whether the script's own generators draw the same numbers on two ranks.
 
-    Also return a message if they are too many for joint decisions, else "". They may be
-    at other positions, as if a generator's seed were a rank's number plus its position.
-    With equal rollouts of a policy (a network runs several times before each step, and
-    the step has equal inputs), also return the line that makes a generator.
+    Also return a message if many do, in any order: this is no joint decision. With
+    equal rollouts of a policy (a network runs several times before each step, and the
+    step has equal inputs), also return the line that makes a generator.
     """
     made, lists, acts = Counter(), [], []
     for row in job.rows(Made):

@@ -1,13 +1,13 @@
 """Format the report as a page (--html), and recorded steps as a timeline (--trace)."""
 
 import json
+import linecache
 from html import escape
-from pathlib import Path
 
 from .job import Job
 from .law import BROKEN, HELD, Finding, Report, Verdict
 from .laws.time import Spans
-from .page import conclusion, times, why_not_judged
+from .page import conclusion, summary, times, why_not_judged
 
 SHOWN = 6  # number of steps in the timeline
 COMM = "communication"
@@ -22,12 +22,11 @@ PARTS = {  # part of a step: its colours on light and dark pages
     "saving": "#00696e, #39c5cf",
 }
 STYLE = """
-:root { color-scheme: light dark; --ink: light-dark(#1f2328, #e6edf3);
-  --paper: light-dark(#fff, #0d1117); --soft: light-dark(#f0f2f4, #161b22);
-  --line: light-dark(#d0d7de, #30363d); --bad: light-dark(#b3261e, #ff7b72);
+:root { color-scheme: light dark; --line: light-dark(#d0d7de, #30363d);
+  --soft: light-dark(#f0f2f4, #161b22); --bad: light-dark(#b3261e, #ff7b72);
   --risk: light-dark(#8a5a00, #e3b341); --good: light-dark(#1a7f37, #56d364); }
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); margin: auto;
-  background: var(--paper); max-width: 60rem; padding: 1rem; overflow-wrap: anywhere; }
+body { font: 16px/1.5 system-ui, sans-serif; margin: auto; max-width: 60rem;
+  padding: 1rem; overflow-wrap: anywhere; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 .finding { border-left: 4px solid var(--risk); background: var(--soft);
   padding: .5rem 1rem; margin: 1rem 0; }
@@ -35,12 +34,11 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 .law { display: grid; grid-template-columns: 2rem 1fr; padding: .4rem 0;
   border-top: 1px solid var(--line); }
 .held b { color: var(--good); } .broken b { color: var(--bad); }
-pre { overflow-x: auto; background: var(--paper); padding: .5rem; margin: .5rem 0; }
+pre { overflow-x: auto; background: Canvas; padding: .5rem; margin: .5rem 0; }
 mark { background: none; color: var(--bad); font-weight: bold; }
 .row { display: grid; grid-template-columns: 3.5rem 1fr; align-items: center; }
 .bar { position: relative; height: 1.6rem; background: var(--soft); margin: 2px 0; }
-.bar i, .key i { display: block; } .bar i { position: absolute; height: 100%; }
-.bar u { position: absolute; height: 100%; border-left: 1px dashed var(--ink); }
+.bar i, .bar u { position: absolute; height: 100%; } .bar u { border-left: 1px dashed; }
 .key { display: flex; flex-wrap: wrap; gap: .3rem 1rem; padding-left: 3.5rem; }
 .key i { width: .9rem; height: .9rem; margin-right: .3rem; }
 .key span { display: flex; align-items: center; }
@@ -50,9 +48,6 @@ STYLE += "".join(f".{x} {{ background: light-dark({y}); }}" for x, y in PARTS.it
 
 def html(job: Job, report: Report) -> str:
     """Return the page as HTML."""
-    ended = "hung and was ended" if job.hung else f"ended with status {job.status}"
-    count = f"{len(job.processes)} of {job.world_size} processes"
-    head = f"{count} reported; the job {ended}"
     found = "".join(map(finding, report.findings))
     found = f"<p>{conclusion(report)}</p>" * bool(job.watched) + found
     laws = "".join(map(law, report.verdicts))
@@ -60,7 +55,7 @@ def html(job: Job, report: Report) -> str:
 <html lang="en"><meta charset="utf-8"><title>doctor</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>{STYLE}</style>
-<h1>doctor</h1><p>{escape(head)}; optimizer steps watched: {job.watched}.</p>
+<h1>doctor</h1><p>{escape(summary(job))}</p>
 <h2>Findings</h2>{found}
 <h2>The ten laws</h2>{laws}
 {timeline(job)}<p>{"<br>".join(times(job, 999, len(job.processes))[1:])}</p>
@@ -71,26 +66,20 @@ def html(job: Job, report: Report) -> str:
 def finding(one: Finding) -> str:
     """Return a finding as HTML, with the lines of code around its place."""
     right = one.right_if and f"<p>It is not a mistake if: {escape(one.right_if)}</p>"
-    return (
-        f'<div class="finding {one.level}"><b>{one.level} {one.check}</b>: '
-        f"{escape(one.what)}.{code(one.place)}"
-        f"<p>To fix it: {escape(one.mend)}</p>{right}</div>"
-    )
+    what = f"<b>{one.level} {one.check}</b>: {escape(one.what)}.{code(one.place)}"
+    mend = f"<p>To fix it: {escape(one.mend)}</p>"
+    return f'<div class="finding {one.level}">{what}{mend}{right}</div>'
 
 
 def code(place: str) -> str:
     """Return the code around file:line as HTML, or only the place if unreadable."""
     file, _, number = place.rpartition(":")
-    try:
-        lines = Path(file).read_text().splitlines()
-        middle = int(number)
-    except (OSError, ValueError):
-        return f"<p>{escape(place)}</p>" * bool(place)
-    shown = [f"{n:5} {escape(line)}" for n, line in enumerate(lines, 1)]
-    if 0 < middle <= len(shown):
-        shown[middle - 1] = f"<mark>{shown[middle - 1]}</mark>"
-    shown = shown[max(0, middle - 4) : middle + 3]
-    return f"<p>{escape(place)}</p><pre>" + "\n".join(shown) + "</pre>"
+    middle, text = int(number) if number.isdigit() else 0, ""
+    for n in range(middle - 3, middle + 4):
+        if line := linecache.getline(file, n):
+            row = f"{n:5} {escape(line)}"
+            text += f"<mark>{row}</mark>" if n == middle else row
+    return f"<p>{escape(place)}</p>" * bool(place) + f"<pre>{text}</pre>" * bool(text)
 
 
 def law(verdict: Verdict) -> str:
@@ -98,21 +87,16 @@ def law(verdict: Verdict) -> str:
     text = {BROKEN: "see the findings", HELD: "; ".join(verdict.evidence)}
     why = text.get(verdict.state) or why_not_judged(verdict)
     more = "".join(f"<li>{k}: {escape(v)}</li>" for k, v in verdict.not_judged.items())
-    if more:
-        more = f"<details><summary>Not judged</summary><ul>{more}</ul></details>"
+    more = more and f"<details><summary>Not judged</summary><ul>{more}</ul></details>"
     state = verdict.state.replace(" ", "-")
-    return (
-        f'<div class="law {state}"><span>{verdict.law.number}</span><div>'
-        f"{verdict.law.text}: <b>{verdict.state}</b>. {escape(why)}{more}</div></div>"
-    )
+    text = f"{verdict.law.text}: <b>{verdict.state}</b>. {escape(why)}{more}"
+    head = f'<div class="law {state}"><span>{verdict.law.number}</span>'
+    return f"{head}<div>{text}</div></div>"
 
 
 def spans(job: Job) -> dict[int, list[tuple[int, str, float, float]]]:
-    """Return {rank: spans of time, as (step, part, start and end in seconds)}.
-
-    A rank's time in communication beyond the fastest rank's counts as waiting.
-    """
-    shares, rows = {}, {}
+    """Return {rank: spans of time, as (step, part, start and end in seconds)}."""
+    shares, rows = {}, {}  # shares of communication beyond the fastest rank's: waiting
     for row in job.rows(Spans):
         total = [sum(b - a for part, a, b in x.spans if part == COMM) for x in row]
         for one, seconds in zip(row, total, strict=True):
@@ -120,12 +104,11 @@ def spans(job: Job) -> dict[int, list[tuple[int, str, float, float]]]:
     for process in job.processes:
         row = rows[process.rank] = []
         for one in process.of(Spans):
+            share = shares.get((process.rank, one.step), 0)
             for part, start, end in one.spans:
-                if part == COMM:
-                    share, begun = shares.get((process.rank, one.step), 0), start
-                    start += share * (end - start)
-                    row.append((one.step, "waiting", begun, start))
-                row.append((one.step, part, start, end))
+                met = start + share * (end - start) if part == COMM else start
+                row += [(one.step, "waiting", start, met)] * (part == COMM)
+                row.append((one.step, part, met, end))
     return rows
 
 
@@ -153,8 +136,7 @@ def timeline(job: Job) -> str:
             bars += f'<i class="{part}" title="{label}" style="{style}"></i>'
         text += f'<div class="row"><span>rank {rank}</span><div class="bar">'
         text += f"{bars}</div></div>"
-    used = {x[1] for x in every}
-    key = "".join(f'<span><i class="{x}"></i>{x}</span>' for x in PARTS if x in used)
+    key = "".join(f'<span><i class="{x}"></i>{x}</span>' for x in PARTS)
     return f"""<h2>Steps {steps[0] + 1} to {steps[-1] + 1}</h2>{text}
 <div class="key">{key}</div><p>{1000 * (end - start):.0f} ms in total; a dashed line
 marks the start of each step. Waiting is the time by which a rank's communication takes

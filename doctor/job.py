@@ -123,14 +123,12 @@ def read(folder: Path) -> Job:
     for name, events in files.items():
         kinds = {type(one): one for one in events}
         given = kinds[Start].environment if Start in kinds else {}
+        asked = kinds.get(Joins)
+        rank, size = (max(0, asked.number), asked.world_size) if asked else (0, 1)
         if joined := kinds.get(Rank):
             found[name] = Process(joined.own, joined.world_size, events)
-        elif asked := kinds.get(Joins):
-            rank = int(given["RANK"] or max(0, asked.number))
-            size = int(given["WORLD_SIZE"] or asked.world_size)
-            found[name] = Process(rank, size, events)
-        elif Step in kinds or (Failed in kinds and given.get("RANK")):
-            rank, size = int(given["RANK"] or 0), int(given["WORLD_SIZE"] or 1)
+        elif asked or Step in kinds or (Failed in kinds and given.get("RANK")):
+            rank, size = int(given["RANK"] or rank), int(given["WORLD_SIZE"] or size)
             found[name] = Process(rank, size, events)
     for name, events in files.items():
         parent = events[0].parent if events and isinstance(events[0], Start) else None
@@ -155,12 +153,9 @@ def clashing(job: Job) -> list[Joins]:
 
 
 def waiting(process: Process) -> Waits | None:
-    """Return a process's last event if it is a wait in a known call, else None.
-
-    If doctor ended the process, Python's exit functions may have written later events.
-    """
+    """Return a process's last event if it is a wait in a known call, else None."""
     events = [x for x in process.events if not isinstance(x, (Exit, Failed))]
-    if process.of(Exit):
+    if process.of(Exit):  # if doctor ended it, exit functions may write later events
         last = events[-1].time
         long = [x for x in process.of(Waits) if x.seconds > 20 and last - x.time < 6]
         events += long[-1:]

@@ -1,16 +1,14 @@
 """Define laws and checks, and judge a job by them.
 
 Each file in laws/ contains events, a watcher and checks for one law. A check is a
-function of a Job. A check yields a Breach for each mistake that it finds, or evidence
-that there is none: a sentence with numbers that a user can verify. If the job's events
-are not sufficient, the check raises NotJudged.
+function of a Job: it yields a Breach for each mistake that it finds, or evidence that
+there is none (a sentence with numbers that a user can verify). If the job's events are
+not sufficient, it raises NotJudged.
 
-A check's docstring names the fault (one sentence), the fix (the next paragraph), and
-after "Not a mistake if:" when the fault is not a mistake (.github/CONTRIBUTING.md has
-an example). A general check (`general=True`) judges its law; each of the other checks
-looks for one known mistake. A function marked with `@explains(general_check, ...)`
-looks for a known mistake behind the general check's breach, and returns a better Breach
-or None.
+A check's docstring names the fault, the fix, and after "Not a mistake if:" when it is
+none (.github/CONTRIBUTING.md has an example). A general check judges its law; the
+others look for one known mistake each. A function marked with `@explains` looks for a
+known mistake behind a general check's breach, and returns a better Breach or None.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -96,16 +94,9 @@ class Check:
 
     def finding(self, breach: Breach) -> Finding:
         """Return the finding for a breach that this check has found or explained."""
-        level = breach.level or self.level
-        return Finding(
-            law=self.law,
-            check=self.name,
-            level=level,
-            what=breach.what,
-            place=breach.place,
-            mend=breach.mend or self.mend,
-            right_if=self.right_if if level == RISK else "",
-        )
+        level, mend = breach.level or self.level, breach.mend or self.mend
+        texts = breach.what, breach.place, mend, self.right_if * (level == RISK)
+        return Finding(self.law, self.name, level, *texts)
 
 
 CHECKS: dict[str, Check] = {}
@@ -155,7 +146,6 @@ def explains(
     general: Check, level: str = "", read: str = ""
 ) -> Callable[[Callable], Check]:
     """Return a decorator for an explanation: (job, breach) -> Breach | None."""
-
     known = level or general.level, read or general.read
     return lambda function: _add(general.law, function, *known, explains=general)
 

@@ -47,9 +47,8 @@ class Batch(Event, limit=100_000):
     indices: array | None  # the samples' indices in the dataset inside all subsets
     labels: array | None  # the batch's only tensor (N,) of integers
     rows: array | None  # a hash of each sample's contents
-    # In a stream: the integers that differ within the batch, and a hash of the others
-    ids: array | None = None
-    marks: array | None = None
+    ids: array | None = None  # in a stream: the integers that differ within the batch
+    marks: array | None = None  # in a stream: a hash of the other integers
 
 
 @dataclass
@@ -123,11 +122,10 @@ class Loaders(Watcher):
         iterator = call(loader)
         known["last"] = iterator.__dict__["_doctor_pass"] = own
         iterator.__dict__["_doctor_subsets"] = subsets  # keep alive with the iterator
-        sampler = "" if stream else type(loader.sampler).__name__
         epoch = Epoch(
             **own.which,
             type=type(base).__name__,
-            sampler=sampler,
+            sampler="" if stream else type(loader.sampler).__name__,
             length=size(loader),
             samples=size(loader.dataset),
             stream=stream,
@@ -201,11 +199,11 @@ class Loaders(Watcher):
         labels = integers[0] if len(integers) == 1 else None
         values = None if labels is None else array("q", labels.tolist())
         marks = indices = rows = ids = None
-        if own.stream and integers:
+        if own.stream and len(integers) > 1:
             lists = [x.tolist() for x in integers]
-            ids = next((x for x in lists if len({*x}) == len(x)), None)
-            others = [x for x in lists if x is not ids] or lists
-            marks, ids = array("q", map(digest, *others)), ids and array("q", ids)
+            most, *others = sorted(lists, key=lambda x: -len({*x}))
+            ids = array("q", most) if len({*most}) == len(most) else None
+            marks = array("q", map(digest, *others))
         numbers = index if isinstance(index, (list, tuple)) else [None]
         if not own.stream and all(hasattr(one, "__index__") for one in numbers):
             for subset in subsets:
@@ -215,8 +213,7 @@ class Loaders(Watcher):
         if tensors and fits and (recorder.watching or indices is None):
             rows = array("q", map(digest, *map(hashes, tensors)))
         found = {**own.which, "number": own.batches, "indices": indices}
-        event = Batch(**found, labels=values, rows=rows, ids=ids, marks=marks)
-        recorder.write(event)
+        recorder.write(Batch(**found, labels=values, rows=rows, ids=ids, marks=marks))
         read = {**found, "labels": labels, "used": False}
         own.reads.append(read)
         tell("on_batch", own, {**read, "tensors": tensors}, seconds)

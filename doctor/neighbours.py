@@ -4,7 +4,7 @@ import sys
 from array import array
 from collections import Counter
 from dataclasses import field
-from itertools import accumulate, chain, combinations, pairwise
+from itertools import chain, combinations, pairwise
 from operator import ne
 
 from .event import Event
@@ -22,8 +22,7 @@ class Input(Event, limit=5000):
     """A network was called while gradients were enabled."""
 
     network: int
-    # a hash for each entry of the largest tensor, or of all single integers
-    rows: array
+    rows: array  # a hash of each entry of the largest tensor, or of all single integers
     loaded: bool  # the last batch came from a DataLoader
     few: list[list[float]]  # a few numbers of each entry, or [] on a GPU
     whole: bool  # the numbers are integers, such as tokens
@@ -55,12 +54,11 @@ class Inputs(Watcher):
         if inputs := [one for one in inputs if one.dim() and len(one)]:
             largest = max(inputs, key=torch.Tensor.numel)
             loaded = Loaders.here.current is not None
-            read = largest.is_cpu or not loaded
             one = Input(
                 network=self.networks.setdefault(id(network), len(self.networks)),
                 rows=rows_of(inputs),
                 loaded=loaded,
-                few=few_of_each(largest) if read else [],
+                few=few_of_each(largest) if largest.is_cpu or not loaded else [],
                 whole=not largest.is_floating_point(),
                 ids=None if loaded else ids_of(inputs, len(largest)),
                 indices=None if loaded else indices(sys._getframe(), len(largest)),
@@ -101,11 +99,9 @@ def few_of_each(rows) -> list[list[float]]:
 
 
 def inputs(job: Job) -> list[list[Input]]:
-    """Return one network's first input in each step, for each rank.
-
-    The network is the first one whose inputs differ between the ranks, if there is one.
-    """
+    """Return one network's first input in each step, for each rank."""
     every = need(job.of(Input), "no input was seen")
+    # The first network whose inputs differ between the ranks, if there is one
     for number in sorted({one.network for one in every}):
         ranks = []
         for process in job.processes:
@@ -156,13 +152,12 @@ def tells(values: list[float]) -> bool:
 
 def before_a_repeat(batches: list) -> list:
     """Return the batches before the first batch that repeats a sample."""
-    seen, found = set(), []
-    for rows in batches:
+    seen = set()
+    for number, rows in enumerate(batches):
         if seen & {*rows}:
-            break
+            return batches[:number]
         seen |= {*rows}
-        found.append(rows)
-    return found
+    return batches
 
 
 def same_rows(ranks: list[list[Input]]) -> bool:
@@ -180,33 +175,3 @@ def other_targets(job: Job) -> bool:
     """Return whether two ranks have different targets in most steps."""
     rows = [[sorted(one.values) for one in row] for row in job.rows(Targets)]
     return sum(any(map(ne, row, row[1:])) for row in rows) > len(rows) / 2
-
-
-def recurring(epochs: list) -> int:
-    """Return the number of a stream's distinct contents, or 0 if most do not recur."""
-    sets = [{x for p in one for b in p for x in b.rows or ()} for one in epochs]
-    count = Counter(x for own in sets for x in own)
-    return len(count) if sum(n > 1 for n in count.values()) >= len(count) / 2 else 0
-
-
-def first_lap(ranks: list, total: int | None) -> int:
-    """Return how many batches an endless loader needs to read every sample once."""
-    reads = [x for own in ranks for batch in own for x in batch]
-    distinct = len({*reads})
-    size = distinct if len(reads) >= 2 * distinct else total or len(reads)
-    each = accumulate(sum(map(len, row)) for row in zip(*ranks, strict=False))
-    return max(sum(count <= size for count in each), 1)
-
-
-def resumed(lists: list, done: list[bool]) -> tuple[list, list[bool]]:
-    """Join the two parts of an epoch that a resumed run has read in two passes."""
-    most = max((len(one[0]) for one in lists), default=0)
-    found, whole = [], []
-    for one, end in zip(lists, done, strict=True):
-        if found and not whole[-1] and len(found[-1][0]) + len(one[0]) == most:
-            found[-1] = [a + b for a, b in zip(found[-1], one, strict=True)]
-            whole[-1] = True
-        else:
-            found.append(one)
-            whole.append(end)
-    return found, whole

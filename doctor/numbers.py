@@ -42,7 +42,6 @@ ONE_RANK = "Sum the numerator and the number of samples over all ranks; divide o
 MEANS = "Add up sums and sample counts, not means, and divide once at the end."
 DIVISOR = "Divide by the number of samples (or batches) that were added up."
 SIZES = "Multiply a batch's mean by the batch's size if you divide by all samples."
-IGNORED = "In both sums, count only the targets that the loss counts."
 PARTS = "Print the loss before it is divided for the backward pass."
 RESET = "Reset the metric (or the sums) at the start of each pass."
 
@@ -84,8 +83,7 @@ class Number:
 def results(text: str) -> list[Number]:
     """Return the numbers of a line that may be results.
 
-    In "loss 0.4 val_loss 0.5", the first number may be a training loss, because the
-    second number is a validation loss.
+    In "loss 0.4 val_loss 0.5", the first number may also be a training loss.
     """
     found = [*numbers(text)]
     now = [x for x in found if not any(one in x.words for one in BEST)]
@@ -139,10 +137,9 @@ def others(text: str) -> Iterator[tuple[str, str]]:
         if not name or "." not in one[1] or UNIT.match(low[end:]):
             continue
         words = {*re.split(r"[\W_]+", name[1])}
-        if words & SETTINGS or any(x.endswith("time") for x in words):
-            continue
+        setting = words & SETTINGS or any(x.endswith("time") for x in words)
         inherits = known and not re.search("[a-z]", NEUTRAL.sub("", name[1]))
-        if not (kind or inherits):
+        if not (kind or inherits or setting):
             yield name[1], one[1]
 
 
@@ -157,7 +154,6 @@ class Group:
     step: int = 0  # the last step before the pass
     trains: bool = False
     total: int = 0  # number of the dataset's samples; 0: unknown
-    skipped: int = 0  # number of ignored targets
     parts: int = 1  # divisor of the loss before backward()
     means: bool = True  # False: the losses may contain sums
     training: bool = False  # it used dropout or batch norm layers in training mode
@@ -184,7 +180,7 @@ class Group:
         """Return the group for top-`count` accuracies; `self` contains places()."""
         same = replace(self, what=f"top{count}", ranks={})
         for rank, rows in self.ranks.items():
-            hits = [([0 <= x < count for x in row[0]], *row[1:]) for row in rows]
+            hits = [([0 <= x < count for x in own], *rest) for own, *rest in rows]
             same.ranks[rank] = hits
         return same
 
@@ -228,11 +224,6 @@ class Group:
         name = "which counts repeated samples"
         yield name, REPEATED, *every
         yield f"{name} in the numerator only", REPEATED, every[0], once[1]
-        if self.skipped:
-            name = "which counts ignored targets, such as padding"
-            bottom = once[1] + self.skipped
-            yield f"{name}, as correct", IGNORED, once[0] + self.skipped, bottom
-            yield f"{name}, as incorrect", IGNORED, once[0], bottom
         each = {rank: means(rows) for rank, rows in self.ranks.items()}
         own = {n: self.added(n) for n in self.ranks}
         for rank, (top, bottom) in own.items():

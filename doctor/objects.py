@@ -136,10 +136,7 @@ def scopes(frame: FrameType | None) -> Iterator[tuple[str, dict]]:
 
 
 def variables(frame: FrameType | None) -> tuple[dict[str, str], dict[str, int]]:
-    """Return strings and counts in the variables of a frame and its callers.
-
-    A count is a whole number above 1, or the length of a list or tensor.
-    """
+    """Return the strings and counts (see count_of) in variables of a frame's stack."""
     texts, counts = {}, {}
     for _, values in scopes(frame):
         few = {k: x for k, x in values.items() if type(x) is str and k[:2] != "__"}
@@ -151,16 +148,14 @@ def variables(frame: FrameType | None) -> tuple[dict[str, str], dict[str, int]]:
 
 
 def indices(frame: FrameType | None, count: int) -> array | None:
-    """Return the variable that seems to hold the indices of a batch's samples.
-
-    These are `count` integers, nearly all different. Positions in the batch are not.
-    """
+    """Return the variable that seems to hold the indices of a batch's samples."""
     best, most = None, 0.7 * count
     for _, values in scopes(frame):
         for one in [*values.values()]:
             if type(one).__name__ in ("Tensor", "ndarray") and one.shape == (count,):
                 one = one.tolist() if getattr(one, "is_cpu", True) else ()
             if type(one) in (list, tuple) and len(one) == count > 0:
+                # Positions in the batch are smaller than `count`
                 whole = all(type(x) is int for x in one) and max(one) >= count
                 if whole and len({*one}) > most:
                     best, most = array("q", one), len({*one})

@@ -15,7 +15,6 @@ from .moments import Step
 NOTHING = "NOTHING CHECKED"
 COLOURS = {"WRONG": "1;31", "RISK": "1;33", "SLOW": "1;36", NOTHING: "1;31"}
 COLOURS |= {BROKEN: "31", HELD: "32"}
-RANKS = 4  # maximum number of ranks in the table of times
 
 
 def page(job: Job, report: Report, verbose: bool = False) -> str:
@@ -29,17 +28,15 @@ def page(job: Job, report: Report, verbose: bool = False) -> str:
         if not job.of(Failed):  # the error's finding is clearer
             passes = max((one.passes for one in job.of(Exit)), default=0)
             text += f" A rank ran {passes} backward passes." * (passes > 0)
-            text += " doctor watches scripts that call step() of a PyTorch "
-            text += "Optimizer in the job's processes. In float16, a GradScaler skips "
-            text += "the first steps: train for a few more."
+            text += " doctor watches step() of PyTorch's Optimizers in the job's own "
+            text += "processes. In float16, a GradScaler skips the first steps."
         lines += coloured(fill(text, width), NOTHING)
     for one in mistakes(report):
         lines += ["", *paragraph(one, width)]
     lines.append("")
     for verdict in report.verdicts:
         lines += law_lines(verdict, report, width)
-        if verbose:
-            lines += all_checks(verdict, report, width)
+        lines += all_checks(verdict, report, width) if verbose else ()
     for one in report.findings:
         lines += paragraph(one, width) if one.level == NOTE else ()
     lines += times(job, width)
@@ -67,10 +64,8 @@ def summary(job: Job) -> str:
     more = f" ({timed} later ones only timed)" * (timed > 0)
     watched = f"{', '.join(map(str, steps))} optimizer steps watched{more}"
     ended = f"the job ended with status {job.status}"
-    if job.hung:
-        ended = "the job hung, and doctor ended it"
-    elif job.interrupted:
-        ended = "the job was interrupted"
+    ended = "the job was interrupted" if job.interrupted else ended
+    ended = "the job hung, and doctor ended it" if job.hung else ended
     return f"{count} {trained if names else 'ran'}; {watched}; {ended}."
 
 
@@ -141,7 +136,7 @@ def all_checks(verdict: Verdict, report: Report, width: int) -> list[str]:
     return [line for text in texts for line in fill(text, width, "     ")]
 
 
-def times(job: Job, width: int, most: int = RANKS) -> list[str]:
+def times(job: Job, width: int, most: int = 4) -> list[str]:
     """Return lines that show how a step's time is divided, on at most `most` ranks."""
     table = time_table(job)
     walls = {rank: sum(row.values()) for rank, row in table.items()}
@@ -192,11 +187,6 @@ def coloured(lines: list[str], word: str) -> list[str]:
 
 def fill(text: str, width: int, start: str = "", indent: str = "  ") -> list[str]:
     """Break a paragraph into lines; indent all lines except the first."""
-    return textwrap.wrap(
-        text,
-        width,
-        initial_indent=start,
-        subsequent_indent=start + indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    indents = {"initial_indent": start, "subsequent_indent": start + indent}
+    whole = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(text, width, **indents, **whole)

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, combinations, compress, pairwise, permutations
+from itertools import accumulate, chain, combinations, compress, pairwise, permutations
 from operator import eq
 from statistics import fmean
 
@@ -13,15 +13,7 @@ from .event import Event
 from .job import Job
 from .law import NotJudged, need
 from .loaders import Batch, Epoch
-from .neighbours import (
-    Input,
-    before_a_repeat,
-    contents,
-    first_lap,
-    inputs,
-    recurring,
-    resumed,
-)
+from .neighbours import Input, agree, before_a_repeat, contents, inputs
 
 EPOCHS = 20  # maximum number of epochs to judge
 PLAIN = "RandomSampler", "SequentialSampler"
@@ -109,8 +101,7 @@ class Reads:
     def random(self) -> bool:
         """Return whether random draws on each rank may share as many samples.
 
-        Such ranks repeat their own samples as often as they read another rank's. A
-        series, such as a file, counts as one draw.
+        Then they repeat their own as often. A series, as of a file, counts as one draw.
         """
         draws, ranks = 0, self.all[:8]
         for one, other in permutations(ranks, 2):
@@ -120,10 +111,7 @@ class Reads:
         return self.pool > 0 and draws < 12 * len(ranks) and not self.shift
 
     def shifted(self) -> int:
-        """Return by how many samples one rank is ahead of another in most steps, or 0.
-
-        The result is at most one batch: ranks that begin at random are further apart.
-        """
+        """Return by how many samples, at most one batch, a rank is mostly ahead."""
         for one, other in permutations([] if self.stays() else self.all[:8], 2):
             first = enumerate(one[: self.batch + 1])
             for shift in [n for n, x in first if x in other[:1] and n]:
@@ -181,10 +169,7 @@ def feeds(job: Job, number: int | None = None, epoch: int = 0) -> list[Feed]:
 
 
 def interleaved(job: Job) -> tuple[list[int], list[int]]:
-    """Return the other loaders whose batches the ranks read between the same steps.
-
-    The second list has loaders that the training loader's line reads in other steps.
-    """
+    """Return other loaders: read between the same steps, and at its line in others."""
     found, again = [], []
     for process in job.processes:
         passes, fed, line = {}, set(), process.loader().place
@@ -220,11 +205,10 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
     elif all(one.part is not None for one in first):
         samples = len({*chain(*(one.part for one in first))})
     # A dataset may grow, as in active learning
-    now = {
-        x.epoch: x.samples for x in job.processes[0].of(Epoch) if x.loader == own.loader
-    }
-    now = now if samples == own.samples and not own.stream else {}
-    key = "ids" if own.stream and named(lists) else "rows"
+    begun = [x for x in job.processes[0].of(Epoch) if x.loader == own.loader]
+    whole = samples == own.samples and not own.stream
+    now = {x.epoch: x.samples for x in begun if whole}
+    key = "ids" if own.stream and named([*chain(*chain(*lists))]) else "rows"
     before = lists
     lists, done = resumed(lists, done)
     for count, (batches, whole) in enumerate(zip(lists, done, strict=True)):
@@ -259,24 +243,46 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
         )
 
 
-def named(epochs: list) -> bool:
+def recurring(epochs: list) -> int:
+    """Return the number of a stream's distinct contents, or 0 if most do not recur."""
+    sets = [{x for p in one for b in p for x in b.rows or ()} for one in epochs]
+    count = Counter(x for own in sets for x in own)
+    return len(count) if sum(n > 1 for n in count.values()) >= len(count) / 2 else 0
+
+
+def first_lap(ranks: list, total: int | None) -> int:
+    """Return how many batches an endless loader needs to read every sample once."""
+    reads = [x for own in ranks for batch in own for x in batch]
+    distinct = len({*reads})
+    size = distinct if len(reads) >= 2 * distinct else total or len(reads)
+    each = accumulate(sum(map(len, row)) for row in zip(*ranks, strict=False))
+    return max(sum(count <= size for count in each), 1)
+
+
+def resumed(lists: list, done: list[bool]) -> tuple[list, list[bool]]:
+    """Join the two parts of an epoch that a resumed run has read in two passes."""
+    most = max((len(one[0]) for one in lists), default=0)
+    found, whole = [], []
+    for one, end in zip(lists, done, strict=True):
+        if found and not whole[-1] and len(found[-1][0]) + len(one[0]) == most:
+            found[-1] = [a + b for a, b in zip(found[-1], one, strict=True)]
+            whole[-1] = True
+        else:
+            found.append(one)
+            whole.append(end)
+    return found, whole
+
+
+def named(reads: list[Batch]) -> bool:
     """Return whether integers name a stream's samples, whose labels recur with them."""
-    labels, reads = {}, [*chain(*chain(*epochs))]
-    for one in reads:
-        for name, label in zip(one.ids or (), one.marks or (), strict=False):
-            labels.setdefault(name, []).append(label)
-    again = [x for x in labels.values() if len(x) > 1]
-    alike, count = sum(len({*x}) == 1 for x in again), Counter(chain(*again))
-    if not all(one.ids for one in reads) or not 20 < len(again) < alike / 0.9:
-        return False
-    return len(count) < len(labels) / 2 and max(count.values()) < 0.8 * count.total()
+    names, marks = [x.ids for x in reads], [x.marks for x in reads]
+    known = reads and all(names)  # other counters differ as often as the names
+    few = known and len({*chain(*marks)}) < len({*chain(*names)}) / 2
+    return bool(few) and agree(names, marks)
 
 
 def looped(job: Job) -> list[Reads]:
-    """Return the samples that ranks read without a DataLoader, until a sample repeats.
-
-    If all ranks have read equally many batches by then, the next batches form epoch 1.
-    """
+    """Return the samples read without a DataLoader until a repeat, and later epochs."""
     if any(one.loaded for one in job.of(Input)):
         raise NotJudged("no DataLoader feeds the steps of every rank")
     lists = [[x.ids for x in one] for one in inputs(job)]
@@ -300,7 +306,7 @@ def looped(job: Job) -> list[Reads]:
     lap = partial(Reads, whole=False, index=False, pool=pool, ids=ids, shift=shift)
     text = f"the first {shortest} inputs of the network"
     found = [lap([x[:shortest] for x in ranks], text)]
-    epochs = {*map(len, ranks)} == {shortest} and again
+    epochs = {*map(len, ranks)} == {shortest} and again  # all repeat in this step
     size = shortest if epochs else max(8, shortest)
     for start in range(shortest, end - min(8, size) + 1, size):
         own = [x[start : start + size] for x in lists]

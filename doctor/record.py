@@ -242,8 +242,7 @@ def monitor() -> None:
             continue
         inner = sys._current_frames().get(main)
         names = [one.f_code.co_name for one, _ in traceback.walk_stack(inner)]
-        known = [one for one in names if one in waits]
-        what = recorder.waiting or (known or [""])[0]
+        what = recorder.waiting or next((x for x in names if x in waits), "")
         recorder.write(Waits(what=what, place=place(inner), seconds=seconds))
         open(f"{os.environ['DOCTOR_FOLDER']}/waits", "w").close()
         time.sleep(2)

@@ -12,14 +12,14 @@ from .loaders import Loaders, leaves
 from .moments import Moments, runs_normally, trains
 from .numbers import numbers, others
 from .record import place, recorder, torch, wrap
-from .sample import rows_of
+from .sample import MOST, digest, rows_of
 from .watcher import Watcher
 
 LOSSES = """cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss
     binary_cross_entropy binary_cross_entropy_with_logits""".split()
 POINTS = "send", "recv", "isend", "irecv", "batch_isend_irecv"  # they join two ranks
 EXCHANGES = "multiprocessing.managers", "mpi4py", "ray"  # doctor does not see theirs
-LARGE = 2**20  # maximum size of an output or a loss
+LARGE, LABELS = 2**20, 20_000  # limits: size of an output or a loss; compared labels
 OTHER = re.compile(  # results that doctor does not recompute
     r"\b(\w*iou|dice|f1|(?:\w+_)?(?:auc|auroc|ap)|\w?map|bleu|rouge|recall|rewards?|returns?|scores?|"
     r"mae|rmse|r2|psnr|ssim|fid|auprc|bpd|bpc|mrr|(?:ndcg|hits?|recall|r|p|map)@\d+)"
@@ -39,9 +39,8 @@ class Printed(Event, limit=2000):
 class Measured(Event, limit=5000):
     """The sums that doctor computed from the outputs of one batch."""
 
-    # hits, top (see places()), loss, root (the value whose backward() is called), pairs
-    # (`values` are predictions, and `weights` are the labels that the script compares
-    # with these), or seen (`guesses` are hashes of inputs)
+    # hits, top (see places()), loss, root (of backward()), pairs (`values` are compared
+    # predictions, `weights` their labels), or seen (`guesses` are hashes of inputs)
     what: str
     source: int  # the network, or the line that calls the loss
     loader: int | None
@@ -52,10 +51,19 @@ class Measured(Event, limit=5000):
     at: float  # time of the measurement
     values: array  # sums for each sample or for the batch
     weights: array  # number of targets in each sum
-    skipped: int = 0  # number of ignored targets
     guesses: array | None = None  # predicted classes, one for each sample
-    # The network is trained, and has dropout or batch norm layers in training mode
-    training: bool = False
+    training: bool = False  # a trained network has layers that are in training mode
+
+
+class Scored(Event, limit=2000):
+    """The script calls a metric of scikit-learn with labels and predictions."""
+
+    name: str
+    place: str
+    value: float
+    count: int  # number of samples
+    truth: int  # a hash of the labels, the same for any order
+    passes: int  # number of calls of networks that have ended
 
 
 class Results(Watcher):
@@ -93,8 +101,6 @@ class Results(Watcher):
         Moments.here.exchanged = time.time()
         return call(*args, **kwargs)
 
-    # --- prints ---
-
     def write(self, call, text):
         self.line = (self.line + text)[-4000:]
         if text.endswith("\n"):
@@ -114,8 +120,6 @@ class Results(Watcher):
         last = inf if unseen else Moments.here.exchanged
         recorder.write(Printed(text=self.line[-2000:], place=place(), exchanged=last))
 
-    # --- outputs and losses ---
-
     def keeps(self) -> bool:
         """Return whether doctor measures the current outputs."""
         now = recorder.timing or not torch.is_grad_enabled()
@@ -124,8 +128,7 @@ class Results(Watcher):
     def measure(self, what, source, values, weights, labels=None, **more) -> None:
         """Store tensors for read(); hits are elements of `values` that equal `labels`.
 
-        If `more` contains a tensor `sure`, read() keeps the first entry of each output
-        for which it is true.
+        If `more` contains `sure` (a tensor), only an output's first sure entry counts.
         """
         number = self.sources.setdefault(source, len(self.sources))
         batch = self.batch or {}
@@ -147,7 +150,6 @@ class Results(Watcher):
                     continue
                 self.found[fields["what"]] = output
             values = values.cpu()
-            fields["skipped"] = int(fields.get("skipped", 0))
             if labels is not None:
                 labels = labels.cpu().reshape(-1, 1)
                 if values.numel() == len(labels) and not fields["trains"]:
@@ -181,7 +183,7 @@ class Results(Watcher):
         self.training = self.training and trains(network)
         for one in inside:
             self.measure("loss", *one)
-        source = "network", id(network)
+        self.source = "network", id(network)
         outputs = getattr(outputs, "logits", outputs)
         found = [one.detach() for one in leaves(outputs) if one.dim()]
         scores = [one for one in found if one.dim() == 2 and one.size(1) > 1]
@@ -189,9 +191,9 @@ class Results(Watcher):
         if scores and labels is not None and len(labels) == len(scores[0]):
             one = scores[0]
             if int(labels.max()) < one.size(1):
-                self.measure("hits", source, one.argmax(1), None, labels)
+                self.measure("hits", self.source, one.argmax(1), None, labels)
                 if one.size(1) > 5:
-                    self.measure("top", source, best_of(one), None, labels)
+                    self.measure("top", self.source, best_of(one), None, labels)
         elif found and found[0].numel() <= LARGE and found[0].is_floating_point():
             one = found[0]
             if one.numel() == len(one):
@@ -201,7 +203,6 @@ class Results(Watcher):
                 if one.dim() == 2 and one.size(1) > 2:
                     self.best = best_of(one)
                     self.guesses.append(self.best)
-            self.source = source
 
     def equal(self, call, *args, **kwargs):
         result = call(*args, **kwargs)
@@ -212,7 +213,7 @@ class Results(Watcher):
 
     def compared(self, result, operands: list) -> None:
         """Measure hits if one operand is a tensor of predicted classes."""
-        if 30 < result.numel() < 20_000 and self.keeps():
+        if 30 < result.numel() < LABELS and self.keeps():
             whole = not any(x.is_floating_point() or x.requires_grad for x in operands)
             if whole and operands[0].shape == operands[1].shape == result.shape[:1]:
                 self.measure("pairs", "pairs", operands[0], operands[1])
@@ -232,12 +233,25 @@ class Results(Watcher):
                     place = places(right.reshape(guess.shape))
                     self.measure("top", self.source, place, None, **more)
                     continue
-                valid = torch.ones_like(result)
-                if other.shape == one.shape:
-                    valid = other != -100
+                same = other.shape == one.shape
+                valid = other != -100 if same else torch.ones_like(result)
                 both = result & valid, valid
                 counts = [x.reshape(len(guess), -1).sum(1) for x in both]
                 self.measure("hits", self.source, *counts, **more)
+
+    def on_metric(self, name: str, args: tuple, kwargs: dict, result) -> None:
+        named = sorted((x for x in kwargs if x[:2] == "y_"), reverse=True)
+        pair = [*args, *(kwargs[x] for x in named)][:2]  # y_true is the last name
+        if len(pair[0]) > LABELS:
+            return
+        truth, guesses = (torch.from_numpy(sys.modules["numpy"].array(x)) for x in pair)
+        classes = not (truth.is_floating_point() or guesses.is_floating_point())
+        if len(truth) > 30 and classes and truth.shape == guesses.shape:
+            self.measure("pairs", "pairs", guesses, truth)
+        if isinstance(result, float) and kwargs.get("average") != "samples":
+            kinds = [x[:MOST].tolist() for x in truth.unique(return_counts=True)]
+            own = {"count": len(truth), "truth": digest(*kinds), "value": float(result)}
+            recorder.write(Scored(name=name, place=place(), passes=self.outputs, **own))
 
     def loss(self, call, /, *args, **kwargs):
         result = call(*args, **kwargs)
@@ -248,20 +262,7 @@ class Results(Watcher):
                 self.inside.append(found)
             elif found:
                 self.measure("loss", *found)
-                self.hits(found[0], args, kwargs)
         return result
-
-    def hits(self, where: str, args: tuple, kwargs: dict) -> None:
-        """Measure the hits of a loss's scores (N, C, ...) during an evaluation."""
-        scores = kwargs["input"] if "input" in kwargs else args[0]
-        target = kwargs["target"] if "target" in kwargs else args[1]
-        classes = scores.dim() > 1 and not target.is_floating_point()
-        if classes and not torch.is_grad_enabled() and target.dim() == scores.dim() - 1:
-            valid = target != kwargs.get("ignore_index", -100)
-            right = ~(scores.argmax(1) != target) & valid
-            rows = right.reshape(len(target), -1).sum(1), valid.reshape(len(target), -1)
-            skipped = (~valid).sum()
-            self.measure("hits", where, rows[0], rows[1].sum(1), skipped=skipped)
 
     def rows(self, call, result, args: tuple, kwargs: dict):
         """Return a loss's line, its sums, and the number of targets in each sum."""
@@ -283,7 +284,7 @@ class Results(Watcher):
             own = len(self.batch["indices"])  # sum tokens per sample
             size = own if size % own == 0 else size
         sums, counts = each.reshape(size, -1).sum(1), valid.double()
-        if whole and target.dim() > 0 and target.numel() != each.numel():
+        if whole and target.numel() != each.numel():
             return where, sums, torch.ones_like(sums)  # class probabilities
         return where, sums, counts.reshape(size, -1).sum(1)
 
@@ -291,10 +292,6 @@ class Results(Watcher):
         if isinstance(root, torch.Tensor) and root.numel() == 1 and self.keeps():
             one = root.detach().double().reshape(1)
             self.measure("root", "root", one, torch.ones(1))
-
-    def after_step(self, optimizer, weights) -> None:
-        if len(self.waiting) > 64:
-            self.read()
 
     def on_exit(self) -> None:
         self.printed()
@@ -313,11 +310,8 @@ def places(same):
 
 
 def repeated(job) -> dict[tuple[int, int], list[float]]:
-    """Return {(rank, step): the times at which passes over the same inputs began}.
-
-    Without a loader, nothing else separates passes with old and with restored weights.
-    """
-    found = {}
+    """Return {(rank, step): the times at which passes over the same inputs began}."""
+    found = {}  # nothing else separates passes with old and with restored weights
     for process in job.processes:
         seen = [one for one in process.of(Measured) if one.what == "seen"]
         for step, group in groupby(seen, lambda one: one.after):

@@ -49,9 +49,7 @@ def end(process: subprocess.Popen, folder: Path) -> None:
 def run(command: list[str], folder: Path, **options: str) -> Job:
     """Watch a command until it ends or hangs, or the user presses Ctrl-C.
 
-    Args:
-        folder: where the processes write their events.
-        options: environment variables for the processes.
+    Its processes write events to `folder`; `options` are their environment variables.
     """
     paths = [str(HERE / "hook"), os.environ.get("PYTHONPATH", "")]
     variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **options}

@@ -4,6 +4,7 @@ import functools
 import hashlib
 from array import array
 from collections.abc import Sequence
+from itertools import islice
 
 from .record import torch
 
@@ -13,12 +14,10 @@ MOST = 1024  # maximum count of numbers in one event
 
 @functools.lru_cache(512)
 def positions(count: int, most: int) -> tuple[int, ...]:
-    """Return up to `most` of the positions 0 to `count` - 1, spread irregularly.
-
-    With a fixed stride, all positions could be in the same column of a matrix.
-    """
+    """Return up to `most` of the positions 0 to `count` - 1, spread irregularly."""
     if count <= most:
         return tuple(range(count))
+    # With a fixed stride, all positions could be in the same column of a matrix
     return tuple(sorted({int(n * GOLDEN % 1 * count) for n in range(1, most + 1)}))
 
 
@@ -42,19 +41,12 @@ def numbers(tensors: Sequence, most: int = 8) -> list[list[float]]:
     parts = [None if x is None else picked(x, most) for x in tensors]
     there = [x for x in parts if x is not None]
     flat = torch.cat([x.to(there[0].device) for x in there]).tolist() if there else []
-    found, start = [], 0
-    for one in parts:
-        count = 0 if one is None else len(one)
-        found.append(flat[start : start + count])
-        start += count
-    return found
+    left = iter(flat)
+    return [[] if x is None else [*islice(left, len(x))] for x in parts]
 
 
 def flat(rows: list[list[float]]) -> tuple[int, list[float]]:
-    """Return (numbers per row, one list of the first numbers of all rows).
-
-    Shorter rows are padded with zeros.
-    """
+    """Return (numbers per row, one list of all rows' first numbers, or zeros)."""
     each = max(1, min(8, MOST // max(1, len(rows))))
     return each, [x for row in rows for x in (row + [0.0] * each)[:each]]
 
@@ -84,11 +76,10 @@ def digest(*values) -> int:
 def rows_of(inputs: list) -> array:
     """Return a hash of each entry of the largest input.
 
-    If it is one of several lists of integers, such as users and items, hash their
-    entries together.
+    Lists of integers with equal lengths, such as users and items, count as one input.
     """
     largest = max(inputs, key=torch.Tensor.numel)
-    whole = not largest.is_floating_point()
-    same = [x for x in inputs if whole and x.dtype == largest.dtype]
-    same = [x for x in same if len(x) == largest.numel()]
-    return array("q", map(digest, *map(hashes, same)) if same[1:] else hashes(largest))
+    same = [x for x in inputs if len(x) == largest.numel() and x.dtype == largest.dtype]
+    if len(same) > 1 and not largest.is_floating_point():
+        return array("q", map(digest, *map(hashes, same)))
+    return array("q", hashes(largest))

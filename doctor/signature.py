@@ -17,12 +17,10 @@ PLAIN = int, float, str, bytes, bool, complex, type(None)
 READ = list.__getitem__, tuple.__getitem__, deque.__getitem__  # no code of the script
 
 
-def signature(dataset) -> dict[str, tuple[int, int, int | None, int]]:
-    """Return {attribute: four numbers} for the lists and arrays of a dataset.
+def signature(dataset) -> dict[str, tuple[int, int, int | None]]:
+    """Return {attribute: three numbers} for the lists and arrays of a dataset.
 
-    The four numbers are the length, a hash of a few entries in their order, a hash of
-    all entries in any order (None if there are many), and a hash that does not change
-    if integers such as labels are renumbered (0 for other entries).
+    They are its length, a hash of a few entries in order, and one of all in any order.
     """
     found = {}
     with contextlib.suppress(Exception), warnings.catch_warnings():
@@ -74,26 +72,16 @@ def _is_array(value) -> bool:
     return type(value).__name__ == "ndarray" and value.dtype.kind in "biuf"
 
 
-def _array(rows) -> tuple[int, int, int | None, int]:
+def _array(rows) -> tuple[int, int, int | None]:
     few = rows[list(positions(len(rows), FEW))]
     every = sum(hashes(rows, 16)) if len(rows) <= ALL else None
-    numbers = few.reshape(-1)[: 8 * FEW].tolist()
-    return len(rows), digest(hashes(few)), every, _pattern(numbers)
+    return len(rows), digest(hashes(few)), every
 
 
-def _entries(values) -> tuple[int, int, int | None, int]:
-    few = [values[i] for i in positions(len(values), FEW)]
-    texts = digest([_text(one) for one in few])
+def _entries(values) -> tuple[int, int, int | None]:
+    few = [_text(values[i]) for i in positions(len(values), FEW)]
     every = sum(digest(_text(one)) for one in values) if len(values) <= ALL else None
-    return len(values), texts, every, _pattern(few)
-
-
-def _pattern(values: list) -> int:
-    """Return a hash of which integers are equal, or 0 if too few integers are equal."""
-    order = {one: n for n, one in enumerate(dict.fromkeys(map(str, values)))}
-    whole = all(isinstance(one, int) for one in values)
-    known = whole and 1 < len(order) <= len(values) / 2
-    return digest([order[str(one)] for one in values]) if known else 0
+    return len(values), digest(few), every
 
 
 def _text(value, depth: int = 0) -> str:
@@ -118,17 +106,10 @@ def different(what: str, values: list[tuple], rank: int) -> str:
     one, other = values[0], values[rank]
     if one[0] != other[0]:
         return f"{what} has {one[0]} entries on rank 0 and {other[0]} on rank {rank}"
-    if relabelled(one, other):
-        return f"in {what}, equal classes have different numbers on ranks 0 and {rank}"
     if one[2] is not None and one[2] == other[2]:
         text = f"{what} has the same {one[0]} entries on ranks 0 and {rank}, but in a "
         return f"{text}different order, and a sampler divides the indices"
     return f"{what} has different contents on rank {rank} than on rank 0"
-
-
-def relabelled(one: tuple, other: tuple) -> bool:
-    """Return whether two signatures have the same classes under different numbers."""
-    return one[0] == other[0] and one[1] != other[1] and one[3] == other[3] != 0
 
 
 def other_contents(job: Job, labels: bool) -> str:
@@ -155,12 +136,10 @@ def other_contents(job: Job, labels: bool) -> str:
 def contents(process: Process, labels: bool) -> tuple[dict[int, int], float]:
     """Return {index: label or hash} for samples, and the share of them that changes.
 
-    Padding, for example, changes with the longest sample in a batch. If many samples
-    change, the dictionary is empty.
+    If many change (as padding does, with the batch), the dictionary is empty.
     """
     found = {}
-    batches = [x for epoch in process.epochs for x in process.batches(epoch)]
-    for one in batches:
+    for one in process.trained:
         values = one.labels if labels else one.rows
         for pair in zip(one.indices or (), values or (), strict=False):
             found.setdefault(pair[0], []).append(pair[1])

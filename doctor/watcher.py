@@ -50,26 +50,22 @@ class Watcher:
         """The backward pass has ended."""
 
     def on_gradient(self, weight, gradient) -> None:
-        """A backward pass has computed a gradient, but not yet added it to weight.grad.
-
-        On GPUs, autograd's own threads call this method.
-        """
+        """Autograd (on GPUs, in its threads) will add a gradient to weight.grad."""
 
     def on_clear(self, weights: list) -> None:
         """zero_grad() has cleared the gradients of these weights."""
 
     def on_step(self, optimizer, weights: list, gradients: list) -> None:
-        """The optimizer is about to step; the gradients are final.
+        """The optimizer is about to step.
 
-        `gradients` contains a few elements of each weight's gradient ([] for None), or
-        nothing after the watched steps.
+        `gradients` are a few numbers of each (for None: []); in timed steps, it is [].
         """
 
     def on_step_by_hand(self, weights: list, before: list, meets: int) -> None:
         """A script without an optimizer has changed the weights.
 
-        `before` contains a few of each weight's numbers before the last backward pass;
-        `meets` is the number of collectives called before that pass.
+        Before the last backward pass, they had the numbers `before` (a few of each),
+        and the script had called `meets` collectives.
         """
 
     def after_step(self, optimizer, weights: list) -> None:

@@ -8,6 +8,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+import types
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -15,22 +16,16 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 def load(name: str):
     """Import a module of doctor as part of a package with the unused name _doctor."""
     if "_doctor" not in sys.modules:
-        folder = os.path.dirname(HERE)
-        path = os.path.join(folder, "__init__.py")
-        spec = importlib.util.spec_from_file_location(
-            "_doctor", path, submodule_search_locations=[folder]
-        )
-        sys.modules["_doctor"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["_doctor"])
+        package = sys.modules["_doctor"] = types.ModuleType("_doctor")
+        package.__path__ = [os.path.dirname(HERE)]
     return importlib.import_module(f"_doctor.{name}")
 
 
 class AfterImport:
     """Lets doctor's watchers install their hooks after a module has been imported."""
 
-    calls = {"torch": "", "horovod.torch": "horovod_hooks"}
+    calls = {"torch": "", "sklearn.metrics": "", "horovod.torch": "horovod_hooks"}
     calls |= {"torch.distributed.checkpoint": "checkpoint_hooks"}
-    calls |= {"sklearn.metrics": ""}
     searches = False
 
     def find_spec(self, name: str, path=None, target=None):
@@ -62,15 +57,11 @@ class AfterImport:
         return spec
 
 
-def run_the_users_own() -> None:
-    """Run the sitecustomize.py that this file hides, if there is one."""
-    others = [p for p in sys.path if os.path.abspath(p or ".") != HERE]
-    found = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
-    if found and found.loader:
-        found.loader.exec_module(importlib.util.module_from_spec(found))
-
-
-run_the_users_own()
+# Run the user's own sitecustomize.py, which this file hides
+others = [path for path in sys.path if os.path.abspath(path or ".") != HERE]
+found = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+if found and found.loader:
+    found.loader.exec_module(importlib.util.module_from_spec(found))
 if os.environ.get("DOCTOR_FOLDER"):
     if os.environ.get("DOCTOR_MACHINES") and "RANK" in os.environ:
         os.environ["GROUP_RANK"] = os.environ["RANK"]

@@ -65,7 +65,6 @@ def groups(job) -> list[Group]:
                 done = len(group.ranks.get(process.rank, ()))
                 own = one.loader, process.rank, done
                 known = [(*own, n) for n in range(len(values))]
-            group.skipped += one.skipped
             group.guesses |= zip(known, one.guesses or (), strict=False)
             row = values, weights, [*known]
             group.ranks.setdefault(process.rank, []).append(row)

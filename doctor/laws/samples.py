@@ -14,7 +14,7 @@ from ..moments import Step
 from ..neighbours import other_targets
 from ..reads import MORE, Feed, Reads, broken, feeds, interleaved, loaded, looped
 from ..record import recorder, wrap
-from ..signature import different, other_contents, plain, relabelled, signature
+from ..signature import different, other_contents, plain, signature
 from ..watcher import Watcher
 from .modes import Validation
 
@@ -108,9 +108,9 @@ def where(job: Job, number: int | None = None) -> str:
 def datasets_differ(job):
     """The ranks' datasets differ, but a sampler divides them as if they were the same.
 
-    Sort lists of files, seed random_split() and each shuffle of the dataset alike on
-    all ranks, and do not use hash() of strings, which differs between processes. If the
-    script divides the samples itself, omit the sampler.
+    Sort lists of files and of classes, seed random_split() and each shuffle of the
+    dataset alike on all ranks, and do not use hash() of strings, which differs between
+    processes. If the script divides the samples itself, omit the sampler.
     Not a mistake if: each rank augments its samples once, and keeps them.
     """
     several(job)
@@ -125,9 +125,7 @@ def datasets_differ(job):
             ranks = [n for n, x in enumerate(values) if x and x[:2] != one[:2]]
             if ranks:
                 what = f"{loader.type}.{name}" if name else loader.type
-                mend = CLASSES * relabelled(one, values[ranks[0]])
-                what = different(what, values, ranks[0])
-                yield Breach(what, loader.place, mend=mend)
+                yield Breach(different(what, values, ranks[0]), loader.place)
                 break
         parts = [one.part for one in own]
         rank = next((n for n, x in enumerate(parts) if x != parts[0]), 0)

@@ -8,9 +8,8 @@ from statistics import fmean
 
 from ..law import RISK, WRONG, Breach, check, several
 from ..loaders import Batch
-from ..metrics import Scored
 from ..numbers import BEST, SPLITS, gap_of, others, results
-from ..results import OTHER, Measured, Printed
+from ..results import OTHER, Measured, Printed, Scored
 from ..sample import digest
 from .files import Opened
 from .meeting import Call
