@@ -323,26 +323,22 @@ def test_the_samples_of_a_loop(ranks, noise, wanted, words):
     assert words in f"{found.findings} {state(found, 1).not_judged}"
 
 
-@pytest.mark.parametrize("later", [7, 8])
-def test_a_loop_that_draws_the_same_order_again(later):
-    ranks = [loop(ORDERS[0][n::2] * 2, noise=0) for n in (0, 1)]
-    for own in ranks:
-        drawn = (0, 7), (20, later)
-        own += [event(Order, n, place="a.py:5", size=480, value=x) for n, x in drawn]
-    assert named(report(*ranks, steps=40)) == ({"same_order"} if later == 7 else set())
-
-
 @pytest.mark.parametrize(
-    ("size", "seeds", "wanted"),
-    [(240, (1, 2), {"left_out"}), (240, (1, 1), set()), (120, (1, 2), set())],
+    ("size", "orders", "wanted"),
+    [
+        (480, [(7, 7), (7, 7)], {"same_order"}),
+        (480, [(7, 8), (7, 8)], set()),
+        (480, [(7, 8), (8, 9)], {"left_out"}),
+        (240, [(7, 8), (8, 9)], set()),  # a rank may shuffle its own samples
+    ],
 )
-def test_ranks_that_read_parts_of_their_own_orders(size, seeds, wanted):
-    """Each rank reads 120 samples per draw; it may shuffle its own 120 samples."""
-    ranks = [loop([*range(n, 480, 2)], 0) for n in (0, 1)]
-    for own, seed in zip(ranks, seeds, strict=True):
-        for n in (0, 10):
-            own.append(event(Order, n, place="a.py:5", size=size, value=n + seed))
-    assert named(report(*ranks)) == wanted
+def test_the_orders_that_a_loop_draws(size, orders, wanted):
+    """Each rank reads 240 samples per draw."""
+    ranks = [loop(ORDERS[0][n::2] * 2, noise=0) for n in (0, 1)]
+    for own, values in zip(ranks, orders, strict=True):
+        for n, value in zip((0, 20), values, strict=True):
+            own.append(event(Order, n, place="a.py:5", size=size, value=value))
+    assert named(report(*ranks, steps=40)) == wanted
 
 
 def test_things_that_are_shuffled():
@@ -600,8 +596,8 @@ def test_top_k_accuracies_of_a_loop(turned, monkeypatch):
         right = watcher.equal(torch.eq, best, targets).sum() / 40
     watcher.read()
     for k, share, wanted in ((3, right, "held"), (2, 1.0, "not"), (4, right, "not")):
-        line = Printed(text=f"prec@{k} {share:.4f}", place="a.py:8", time=inf)
-        assert state(report([*found, line], steps=0), 7).state.startswith(wanted)
+        own = [*found, line(f"prec@{k} {share:.4f}", inf)]
+        assert state(report(own, steps=0), 7).state.startswith(wanted)
 
 
 def test_records_of_a_job_without_steps_are_limited():
@@ -611,6 +607,11 @@ def test_records_of_a_job_without_steps_are_limited():
     assert not watched.watching and not watched.timing
 
 
+def line(text, time=3.0, step=0):
+    """Return a printed line."""
+    return event(Printed, step, text=text, place="a.py:8", time=time)
+
+
 def sums(what, values=(), weights=None, at=1.0, **more):
     """Return the sums that doctor computes from one batch at this time."""
     weights = array("d", [1.0] * len(values) if weights is None else weights)
@@ -618,13 +619,13 @@ def sums(what, values=(), weights=None, at=1.0, **more):
     return event(Result, what=what, at=at, time=at, **more)
 
 
-def validated(line, **more):
+def validated(text, **more):
     """Return the events of a rank that validates 40 samples, 30 correctly, and prints a result."""
     guesses = array("q", [k % 4 for k in range(40)])
     own = {**PASS, "number": 0, "guesses": guesses}
     hits = sums("hits", [k < 30 for k in range(40)], **own, **more)
     pairs = sums("pairs", guesses, [*guesses[20:], *[1.0] * 20], 2.0, **own)
-    return [hits, pairs, Printed(text=line, place="a.py:8", time=3.0)]
+    return [hits, pairs, line(text)]
 
 
 def test_printed_accuracies_are_recomputed():
@@ -632,18 +633,17 @@ def test_printed_accuracies_are_recomputed():
     found = report(validated("acc 0.7500, mIoU 0.3312"), steps=0)
     assert state(found, 7).state == "not judged" and not named(found)
     for kappas, wanted in (((0.3, 0.3), "held"), ((0.3, 0.4), "not judged")):
-        lines = [f"acc 0.7500, kappa {x}, lr {x / 3} in {x} s" for x in kappas]
-        prints = [Printed(text=x, place="a.py:8", time=3.0) for x in lines[1:]]
-        found = report(validated(lines[0]) + prints, steps=0)
+        one, other = (f"acc 0.7500, kappa {x}, lr {x / 3} in {x} s" for x in kappas)
+        found = report([*validated(one), line(other)], steps=0)
         assert state(found, 7).state == wanted
     found = report(validated("acc 0.6250"), steps=0)
     assert named(found) == {"wrong_number"}
     assert "labels of other samples" in found.findings[0].what
     found = report(validated("acc 0.8000", skipped=10), steps=0)
     assert "ignored targets" in found.findings[0].what
-    first, _, line = validated("acc 0.6200")  # 31 of 50, of two loaders
+    first, _, text = validated("acc 0.6200")  # 31 of 50, of two loaders
     other = sums("hits", [1.0, *[0.0] * 9], loader=1, epoch=0, guesses=first.guesses)
-    assert state(report([first, other, line], steps=0), 7).state == "held"
+    assert state(report([first, other, text], steps=0), 7).state == "held"
     assert OTHER.search("loss 0.312, R@1 78.50") and OTHER.search("recall@10: 0.5")
     assert not OTHER.search("precision bf16, map-style") and OTHER.search("F1 0.91")
 
@@ -652,19 +652,18 @@ def test_printed_accuracies_are_recomputed():
 def test_losses_that_are_off_by_a_batchs_size_are_named(divisor):
     """doctor names them under any name: they are divided by 8, the batch's size."""
     given = {"names": ["v"], "each": 1, "used": [1.0], "local": [[1.0]]}
-    events = [
-        event(Epoch, **PASS, samples=16),
-        event(Update, **given, passes=[one_pass()]),
-    ]
+    events = [event(Update, **given, passes=[one_pass()])]
+    events += [event(Epoch, **PASS, samples=16)]
     for epoch, losses in enumerate([(0.3, 0.5), (0.4, 0.6)]):
+        own = {"loader": 0, "epoch": epoch}
         for number, loss in enumerate(losses):
-            own = {"loader": 0, "epoch": epoch, "number": number}
-            events.append(event(Batch, **own, indices=array("q", range(8))))
-            events.append(sums("root", [loss], at=epoch, trains=True, **own))
+            indices = array("q", range(8))
+            events += [event(Batch, **own, number=number, indices=indices)]
+            more = {"at": epoch, "trains": True, "number": number}
+            events += [sums("root", [loss], **more, **own)]
         end = {"whole": True, "batches": 2, "steps": 2, "time": epoch + 0.1}
-        events.append(event(EpochEnd, loader=0, epoch=epoch, **end))
         text = f"recon {sum(losses) / 2 / divisor:.4f}"
-        events.append(Printed(text=text, place="a.py:8", time=epoch + 0.2))
+        events += [event(EpochEnd, **own, **end), line(text, epoch + 0.2)]
     found = report(events, steps=0)
     assert named(found) == ({"wrong_number"} if divisor == 8 else set())
 
@@ -672,10 +671,10 @@ def test_losses_that_are_off_by_a_batchs_size_are_named(divisor):
 @pytest.mark.parametrize("how", ["", "eval", "twice", "training data"])
 def test_a_result_of_a_network_in_training_mode(how):
     rows = array("q", [*range(40)] * (1 + (how == "twice")))
-    hits, _, line = validated("acc 0.7500", training=how != "eval")
+    hits, _, text = validated("acc 0.7500", training=how != "eval")
     hits = replace(hits, loader=None, epoch=None)
     fed = event(Input, rows=array("q", range(30, 38) if "data" in how else [77] * 8))
-    found = report([fed, sums("seen", guesses=rows), hits, line], steps=0)
+    found = report([fed, sums("seen", guesses=rows), hits, text], steps=0)
     assert named(found) == (set() if how else {"printed_in_training_mode"})
 
 
@@ -695,8 +694,7 @@ def test_passes_over_equal_inputs_are_judged_apart():
     for at, right in ((0.0, 30), (2.0, 35)):
         hits = sums("hits", [k < right for k in range(40)], at=at + 0.5, after=3)
         events += [sums("seen", at=at, after=3, guesses=array("q", range(40))), hits]
-        line = {"text": f"acc {right / 40:.4f}", "place": f"a.py:{right}"}
-        events.append(Printed(**line, time=at + 1, step=3))
+        events.append(line(f"acc {right / 40:.4f}", at + 1, step=3))
     assert state(report(events, steps=0), 7).state == "held"
 
 
@@ -704,8 +702,8 @@ def test_a_share_of_repeated_samples_is_named():
     """doctor names the samples' share, although the script compares lists, which doctor misses."""
     one = sums("seen", guesses=array("q", [*range(200), *range(32)]))
     for total, wanted in ((232, {"wrong_number"}), (200, set())):
-        texts = [f"acc {n / total:.4f}" for n in (211, 187)[:: 1 if total > 200 else 2]]
-        lines = [Printed(text=x, place="a.py:8", time=3.0) for x in texts]
+        rights = (211, 187)[:: 1 if total > 200 else 2]
+        lines = [line(f"acc {n / total:.4f}") for n in rights]
         assert named(report([one, *lines], steps=0)) == wanted
 
 
@@ -760,8 +758,7 @@ def test_a_sum_over_all_ranks_that_is_divided_by_one_ranks_count(words):
         for own, x in zip(ranks, counts, strict=True):
             (one,) = calls([9.0 + step], step=step, counts={"words": x, "rank": 2})
             own += [replace(one, value=float(x)), one] if words == "summed" else [one]
-        text = f"WER {100 * 2 * (9 + step) / divisor:.2f} %"
-        ranks[0].append(Printed(text=text, place="a.py:6", step=step, time=1.0))
+        ranks[0].append(line(f"WER {200 * (9 + step) / divisor:.2f} %", 1.0, step))
     assert named(report(*ranks)) == ({"local_divisor"} if words == "local" else set())
     assert [count_of(x) for x in (torch.tensor(5.0), [1, 2], 0.5, True)] == [5, 2, 0, 0]
 
@@ -778,8 +775,7 @@ def test_a_metric_that_is_averaged_over_the_ranks(name, size, wrong, right):
         own = [0.5 + 0.1 * step, 0.4]
         for rank, x in zip(ranks, own, strict=True):
             rank += calls([size * x], step=step, sent=f"{size} x float64")
-        text = f"{name}={sum(own) / 2 + 0.01 * right:.4f}"
-        ranks[0].append(Printed(text=text, place="a.py:6", step=step, time=1.0))
+        ranks[0].append(line(f"{name}={sum(own) / 2 + 0.01 * right:.4f}", 1.0, step))
     wanted = {"partial_metric"} if wrong and not right else set()
     assert named(report(*ranks)) == wanted
 
@@ -802,8 +798,7 @@ def test_metrics_of_parts_of_the_data(calls, printed, wanted):
             for passes, (value, truth) in enumerate(row):
                 one = {"value": value + step / 20, "truth": truth, "passes": passes}
                 own.append(event(Scored, step, **more, **one, time=0.5))
-        text = f"val F1 {printed + step / 20:.4f}"
-        ranks[0].append(Printed(text=text, place="a.py:6", step=step, time=1.0))
+        ranks[0].append(line(f"val F1 {printed + step / 20:.4f}", 1.0, step))
     found = [x.what for x in report(*ranks).findings if x.check == "partial_metric"]
     assert len(found) == bool(wanted) and wanted in "".join(found)
 
@@ -825,8 +820,8 @@ def test_a_metric_of_one_ranks_own_samples(other, words, exchanged, wanted):
         for own, first in zip(ranks, (0, other), strict=True):
             rows = array("q", range(first, first + 40))
             own.append(sums("seen", at=0.1, after=step, guesses=rows))
-        line = {"text": f"{words} 0.{step}123", "place": "a.py:6", "step": step}
-        ranks[0].append(Printed(**line, time=1.0, exchanged=exchanged))
+        text = line(f"{words} 0.{step}123", 1.0, step)
+        ranks[0].append(replace(text, exchanged=exchanged))
     assert named(report(*ranks)) == ({"partial_metric"} if wanted else set())
 
 
@@ -859,14 +854,14 @@ def test_a_printed_loss_that_has_been_divided(outer, local, printed, wanted):
     """The graph shows the last divisor of a loss, but not how the loss was averaged."""
     entry = one_pass([tuple(Term(0.1, ""))], outer=outer, loader=None, epoch=None)
     given = {"names": ["v", "w"], "each": 1, "used": [1.0, 1.0], "local": local}
-    step = event(Update, **given, passes=[entry] * 2)
-    one = sums("root", [0.3], **PASS, number=0, trains=True)
-    val = sums("loss", [0.5], at=2.0, source=1, after=1)
+    events = [event(Epoch, **PASS, samples=9)]
+    events += [event(Update, **given, passes=[entry] * 2)]
+    events += [sums("root", [0.3], **PASS, number=0, trains=True)]
+    events += [sums("loss", [0.5], at=2.0, source=1, after=1)]
+    events += [event(Step, **PASS, watched=True)]
+    events += [EpochEnd(**PASS, whole=True, batches=1, steps=1)]
     text = f"loss {printed}000 val_loss 0.5000"
-    lines = [Printed(text=text, place="a.py:8", time=3.0 + n, step=1) for n in (0, 1)]
-    end = EpochEnd(**PASS, whole=True, batches=1, steps=1)
-    events = [event(Epoch, **PASS, samples=9), step, one, val]
-    events += [event(Step, **PASS, watched=True), end, *lines]
+    events += [line(text, time, step=1) for time in (3.0, 4.0)]
     assert state(report(events, steps=0), 7).state == wanted
 
 
@@ -1009,15 +1004,12 @@ def test_a_watched_process_is_left_alone(tmp_path, script):
     hook = {"PYTHONPATH": str(ROOT / "doctor/hook"), "DOCTOR_FOLDER": str(tmp_path)}
     ended = run("python", str(tmp_path / "a.py"), **hook, RANK="0", WORLD_SIZE="1")
     assert ended.returncode == 0, ended.stderr
+    return read(tmp_path).processes
 
 
 def test_modules_in_a_data_set_and_gradients_inside_a_backward_pass(tmp_path):
     """Neither a crop nor a loss is a network; a checkpointed gradient counts once."""
-    (tmp_path / "a.py").write_text(NESTED)
-    hook = {"PYTHONPATH": str(ROOT / "doctor/hook"), "DOCTOR_FOLDER": str(tmp_path)}
-    ended = run("python", str(tmp_path / "a.py"), **hook, RANK="0", WORLD_SIZE="1")
-    assert ended.returncode == 0, ended.stderr
-    (process,) = read(tmp_path).processes
+    (process,) = test_a_watched_process_is_left_alone(tmp_path, NESTED)
     assert [one.where for one in process.of(Draw)] == ["fetch", "fetch"]
     assert len(process.of(Input)) == 2
     for one in process.of(Update):
