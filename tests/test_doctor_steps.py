@@ -121,6 +121,21 @@ def states(*values, **more):
     return [event(State, n, values=x, **given) for n, x in enumerate(values)]
 
 
+def written(monkeypatch):
+    """Return a list that gets all events that are written from now on, in step 0."""
+    found = []
+    monkeypatch.setattr(recorder, "write", found.append)
+    monkeypatch.setattr(recorder, "step", 0)
+    return found
+
+
+def known(monkeypatch, *weights):
+    """Make the watchers know these weights of optimizers."""
+    numbers = {id(one): (n, weakref.ref(one)) for n, one in enumerate(weights)}
+    monkeypatch.setattr(Moments.here, "known", numbers)
+    return numbers
+
+
 def plus(*vectors):
     """Return the sum of vectors."""
     return [sum(values) for values in zip(*vectors, strict=True)]
@@ -333,10 +348,8 @@ def test_weights_that_never_live_are_named():
 
 @pytest.mark.parametrize("rate", [0.0, 0.1])
 def test_updates_that_most_elements_of_16_bits_round_away(rate, monkeypatch):
-    weight, found = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16)), []
-    known = {id(weight): (0, weakref.ref(weight))}
-    monkeypatch.setattr(Moments.here, "known", known)
-    monkeypatch.setattr(recorder, "write", found.append)
+    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    found, _ = written(monkeypatch), known(monkeypatch, weight)
     alive, weight.grad = Alive(), torch.tensor([1, 1, 0], dtype=weight.dtype)
     alive.on_step(torch.optim.SGD([weight], rate), [weight], [[1.0]])
     weight.data[0] = 2
@@ -463,6 +476,9 @@ def test_what_a_loss_is_divided_by():
     columns = (logits[:, :2] * mask).sum(0) / rows
     assert [x[0] * x.rows for x in read_terms(columns.sum().grad_fn)] == [2, 1]
     assert outer((3 * loss / 4).grad_fn) == [0.25, 3]
+    own = (0.7, "mean", 8, 1, 1), (0.04, "sum", 8, 4, 1)
+    told = judged(*steps(MEAN, terms=own)).verdicts[4].not_judged["mean_gradient"]
+    assert "0.7 x a mean, 0.04 x a sum; doctor cannot know" in told
 
 
 def test_what_a_validation_receives_is_not_in_a_loss():
@@ -476,9 +492,7 @@ def test_what_a_validation_receives_is_not_in_a_loss():
 
 def test_steps_without_an_optimizer(monkeypatch):
     """A change of the weights is a step; doctor compares ranks after as many collectives."""
-    moments, net, found = Moments(), torch.nn.Linear(2, 1), []
-    monkeypatch.setattr(recorder, "write", found.append)
-    monkeypatch.setattr(recorder, "step", 0)
+    moments, net, found = Moments(), torch.nn.Linear(2, 1), written(monkeypatch)
     moments.learn(net)
     for change in (0.0, 1.0):
         moments.begin_by_hand()
@@ -587,12 +601,12 @@ def test_equal_names_are_numbered_alike_on_all_ranks(monkeypatch):
     """The numbers agree even if only one rank has already freed an old network's weights."""
     old, new = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
     monkeypatch.setattr(Moments.here, "names", {id(old): "w", id(new): "w"})
-    watcher, known = Replicas(), {id(old): (0, weakref.ref(old))}
-    monkeypatch.setattr(Moments.here, "known", known)
+    watcher = Replicas()
+    known(monkeypatch, old)
     assert [*watcher.held()] == ["w"]
-    known[id(new)] = 1, weakref.ref(new)
+    numbers = known(monkeypatch, old, new)
     assert [*watcher.held()] == ["w", "w #2"]
-    del known[id(old)]
+    del numbers[id(old)]
     assert [*watcher.held()] == ["w #2"]
 
 
@@ -601,8 +615,7 @@ def test_weights_that_the_script_updates_itself_are_compared(monkeypatch):
     names = {id(x): name for name, x in network.named_parameters()}
     monkeypatch.setattr(Moments.here, "names", names)
     monkeypatch.setattr(Moments.here, "networks", {network: True, other: True})
-    known = {id(network.bias): (0, weakref.ref(network.bias))}
-    monkeypatch.setattr(Moments.here, "known", known)
+    known(monkeypatch, network.bias)
     assert [*Replicas().held()] == ["bias", "weight"]
     for begin, wanted in ((0, "weights_drift"), (1, "weights_differ")):
         first = [states([1 + rank * begin], moment="start") for rank in (0, 1)]
@@ -661,9 +674,7 @@ def test_files_and_optimizers_of_two_ranks(other):
 
 
 def test_tensors_that_a_script_loads_itself_are_found(monkeypatch, tmp_path):
-    network, found = torch.nn.Linear(3, 3), []
-    monkeypatch.setattr(recorder, "write", found.append)
-    monkeypatch.setattr(recorder, "step", 0)
+    network, found = torch.nn.Linear(3, 3), written(monkeypatch)
     watcher, state = Resumes(), {"net": network.state_dict(), "m": torch.randn(9)}
     adam = torch.optim.Adam(network.parameters())
     state["v"] = [torch.randn(9)]
@@ -701,15 +712,14 @@ def test_passes_that_a_scaler_skips_are_not_lost(monkeypatch):
 
 def test_what_a_checkpoint_in_parts_holds(monkeypatch):
     """torch.distributed.checkpoint saves nested or flat states, and stores counts as tensors."""
-    network, written = torch.nn.Linear(2, 2), []
-    monkeypatch.setattr(recorder, "write", written.append)
+    network, found = torch.nn.Linear(2, 2), written(monkeypatch)
     monkeypatch.setattr(Moments.here, "networks", {network: True})
     state = {"model": network.state_dict(), "epoch": torch.tensor(2)}
     for more in ({}, {"optim": {"param_groups.0.lr": 0.1}}):
         app = {"app": state | more}
         Checkpoints().save_parts(lambda *_, **__: None, app, checkpoint_id="a/run")
-    assert [one.holds for one in written] == [[], ["optimizer"]]
-    assert all(one.counts and one.whole == 2 for one in written)
+    assert [one.holds for one in found] == [[], ["optimizer"]]
+    assert all(one.counts and one.whole == 2 for one in found)
     alone = torch.nn.BatchNorm1d(2).state_dict()
     assert Checkpoints().content(alone)["counts"] is False
 
