@@ -743,66 +743,60 @@ def test_a_sum_over_all_ranks_that_is_divided_by_one_ranks_count(words):
     assert [count_of(x) for x in (torch.tensor(5.0), [1, 2], 0.5, True)] == [5, 2, 0, 0]
 
 
+def reduced(size):
+    """Return a function that returns a rank's call in a step, which sums its metrics."""
+    sent = f"{size} x float64"
+    return lambda rank, n: calls(
+        [size * (0.4 if rank else 0.5 + n / 10)], step=n, sent=sent
+    )
+
+
+def scored(*ranks):
+    """Return a function that returns a rank's scores in a step: their values and labels."""
+    given = {"name": "f1_score", "place": "a.py:4", "count": 9, "time": 0.5}
+    return lambda rank, n: [
+        event(Scored, n, value=value + n / 20, truth=truth, passes=passes, **given)
+        for passes, (value, truth) in enumerate(ranks[rank])
+    ]
+
+
+def evaluated(shift):
+    """Return a function that returns the samples that a rank evaluates in a step."""
+    rows = [array("q", range(shift * rank, shift * rank + 40)) for rank in (0, 1)]
+    return lambda rank, n: [sums("seen", at=0.1, after=n, guesses=rows[rank])]
+
+
 @pytest.mark.parametrize(
-    ("name", "size", "wrong"),
-    [("mIoU", 4, 1), ("mIoU", 1, 0), ("AUC", 1, 1), ("norm", 4, 0)],
+    ("events", "words", "printed", "wanted"),
+    [
+        (reduced(4), "mIoU", 0.45, "mean of"),
+        (reduced(4), "mIoU", 0.46, ""),
+        (reduced(1), "mIoU", 0.45, ""),  # perhaps a mean over samples
+        (reduced(1), "AUC", 0.45, "mean of"),
+        (reduced(1), "AUC", 0.46, ""),
+        (reduced(4), "norm", 0.45, ""),
+        (scored([(0.5, 1), (0.9, 2)], [(0.6, 3)]), "val F1", 0.7, "mean of f1_score()"),
+        (scored([(0.5, 1), (0.9, 2)], [(0.6, 3)]), "val F1", 0.82, ""),
+        (scored([(0.5, 1)], [(0.9, 3)]), "val F1", 0.7, "mean of f1_score() over"),
+        (scored([(0.5, 1)], [(0.9, 3)]), "val F1", 0.5, "its own samples only"),
+        (scored([(0.5, 1)], [(0.9, 1)]), "val F1", 0.5, ""),  # as if of all samples
+        (scored([(0.7, 1)], []), "val F1", 0.7, ""),
+        (evaluated(40), "val MAE", 0.1, "its own 40 samples only"),
+        (evaluated(0), "val MAE", 0.1, ""),  # all ranks evaluate all samples
+        (evaluated(40), "reduced val MAE", 0.1, ""),  # it has received other sums
+        (evaluated(40), "val MAE of rank 0", 0.1, ""),
+        (evaluated(40), "train MAE", 0.1, ""),
+        (evaluated(40), "reward", 0.1, ""),
+    ],
 )
-@pytest.mark.parametrize("right", [0, 1])
-def test_a_metric_that_is_averaged_over_the_ranks(name, size, wrong, right):
+def test_metrics_of_parts_of_the_data(events, words, printed, wanted):
     """A mean IoU may be a mean over samples, unless each rank has one IoU per class."""
-    ranks = [[], []]
-    for step in range(3):
-        own = [0.5 + 0.1 * step, 0.4]
-        for rank, x in zip(ranks, own, strict=True):
-            rank += calls([size * x], step=step, sent=f"{size} x float64")
-        ranks[0].append(line(f"{name}={sum(own) / 2 + 0.01 * right:.4f}", 1.0, step))
-    wanted = {"partial_metric"} if wrong and not right else set()
-    assert named(report(*ranks)) == wanted
-
-
-@pytest.mark.parametrize(
-    ("calls", "printed", "wanted"),
-    [
-        ([[(0.5, 1), (0.9, 2)], [(0.6, 3)]], 0.7, "mean of f1_score() over"),
-        ([[(0.5, 1), (0.9, 2)], [(0.6, 3)]], 0.82, ""),
-        ([[(0.5, 1)], [(0.9, 3)]], 0.7, "mean of f1_score() over"),
-        ([[(0.5, 1)], [(0.9, 3)]], 0.5, "its own samples only"),
-        ([[(0.5, 1)], [(0.9, 1)]], 0.5, ""),  # of equal labels, as if of all samples
-        ([[(0.7, 1)], []], 0.7, ""),
-    ],
-)
-def test_metrics_of_parts_of_the_data(calls, printed, wanted):
-    ranks, more = [[], []], {"name": "f1_score", "place": "a.py:4", "count": 9}
-    for step in range(3):
-        for own, row in zip(ranks, calls, strict=True):
-            for passes, (value, truth) in enumerate(row):
-                one = {"value": value + step / 20, "truth": truth, "passes": passes}
-                own.append(event(Scored, step, **more, **one, time=0.5))
-        ranks[0].append(line(f"val F1 {printed + step / 20:.4f}", 1.0, step))
+    ranks = [[x for n in range(3) for x in events(rank, n)] for rank in (0, 1)]
+    for n in range(3):
+        ranks[0].append(line(f"{words} {printed + n / 20:.4f}", 1.0, n))
+        ranks[0][-1].exchanged = 0.5 * words.startswith("reduced")
     found = [x.what for x in report(*ranks).findings if x.check == "partial_metric"]
-    assert len(found) == bool(wanted) and wanted in "".join(found)
-
-
-@pytest.mark.parametrize(
-    ("other", "words", "exchanged", "wanted"),
-    [
-        (40, "val MAE", 0.0, 1),
-        (0, "val MAE", 0.0, 0),  # all ranks evaluate all samples
-        (40, "val MAE", 0.5, 0),  # perhaps it has received the other sums
-        (40, "val MAE of rank 0", 0.0, 0),
-        (40, "train MAE", 0.0, 0),
-        (40, "reward", 0.0, 0),
-    ],
-)
-def test_a_metric_of_one_ranks_own_samples(other, words, exchanged, wanted):
-    ranks = [[], []]
-    for step in range(3):
-        for own, first in zip(ranks, (0, other), strict=True):
-            rows = array("q", range(first, first + 40))
-            own.append(sums("seen", at=0.1, after=step, guesses=rows))
-        text = line(f"{words} 0.{step}123", 1.0, step)
-        ranks[0].append(replace(text, exchanged=exchanged))
-    assert named(report(*ranks)) == ({"partial_metric"} if wanted else set())
+    assert len(found) == bool(wanted) and wanted in "".join(found), found
 
 
 def test_results_of_metrics_are_recorded(monkeypatch):

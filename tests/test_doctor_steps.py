@@ -91,25 +91,22 @@ def one_pass(terms=((1.0, "mean", 8, 1, 1),), **values):
     return found | {"terms": terms} | values
 
 
-def steps(used, change=None, passes=1, **values):
-    """Return the updates of two ranks in four steps; `used` is the gradient of a step.
+def steps(used, passes=({},), own=({}, {}), **values):
+    """Return the updates of two ranks in four steps, whose `passes` and ranks have `own` fields.
 
     In pass p of step n, the gradient is the rank's gradient times n + 1, rotated by p places.
-    `change(entry, p, rank, n)` may change a pass; `used` may also be a function of rank and n.
+    `used` is the gradient of a step, or a function of rank and n that returns it.
     """
-    use = used if callable(used) else lambda rank, n: used
-    terms = values.pop("terms", ((1.0 / passes, "mean", 8, 1, 1),))
+    terms = values.pop("terms", ((1.0 / len(passes), "mean", 8, 1, 1),))
     ranks = []
-    for rank, own in enumerate(SAMPLES):
+    for rank, sample in enumerate(SAMPLES):
         found = []
         for n in range(4):
-            local = [[(n + 1) * x for x in own[p:] + own[:p]] for p in range(passes)]
-            entries = [one_pass(terms) for _ in range(passes)]
-            for number, one in enumerate(entries if change else ()):
-                change(one, number, rank, n)
-            row = {"names": ["net.weight"], "each": 8, "local": local}
-            row |= {"passes": entries, "used": times(n + 1, use(rank, n))}
-            found.append(event(Update, n, **row | values))
+            turned = [sample[p:] + sample[:p] for p in range(len(passes))]
+            row = {"local": [times(n + 1, x) for x in turned], "each": 8}
+            row["used"] = times(n + 1, used(rank, n) if callable(used) else used)
+            row["passes"] = [one_pass(terms) | one | own[rank] for one in passes]
+            found.append(event(Update, n, **{"names": ["net.weight"]} | row | values))
         ranks.append(found)
     return ranks
 
@@ -146,39 +143,9 @@ def times(factor, vector):
     return [factor * x for x in vector]
 
 
-def shared_loss(one, number, rank, n):
-    one |= {"gathered": ("a.py:8", True), "received": "a.py:8"}
-
-
-def shared_tensors(one, number, rank, n):
-    one |= {"received": "a.py:8"}
-
-
-def counted(one, number, rank, n):  # the samples of both ranks
-    one |= {"terms": [(1 / 16, "sum", 8, 1, 1)], "sums": [16.0]}
-
-
-def two_losses(one, number, rank, n):
-    one |= {"place": f"a.py:{number}", "terms": ((1.0, "mean", 8, 1, 1),)}
-
-
-def divided(*counts):
-    """Return a function that makes a loss a mean over each rank's count of samples."""
-    return lambda one, p, n, _: one.update(terms=[(1.0, "mean", counts[n], 1, 1)])
-
-
-def weighted(*sums):
-    """Return a function that makes a loss a mean over each rank's sum of weights."""
-    return lambda one, p, n, _: one.update(terms=[(1.0, "mean", sums[n], 1, 1, True)])
-
-
-def own_share(one, number, rank, n):
-    one["terms"] = [(5.0 / (n + 2), "sum", n + 2, 1, 1)]  # 5 times a term's mean
-
-
-def own_counts(one, number, rank, n):
-    parts = (1.0, 8, 1), (2.0, 8, 4)  # two terms, divided by the same number
-    one["terms"] = [(x / (20 - 6 * rank), "sum", *more, 1) for x, *more in parts]
+def divided(*counts, weighted=False):
+    """Return the ranks' losses, which are means over their counts of samples or weights."""
+    return [{"terms": [(1.0, "mean", x, 1, 1, weighted)]} for x in counts]
 
 
 def alone(rank, n):
@@ -190,36 +157,46 @@ def clipped(rank, n):
 
 
 def several(*factors):
-    """Return a function that gives each rank three sums over its own numbers of targets."""
-    rows = ((8, 4, 3), (8, 6, 1))
-    made = [
-        [(x[n], "sum", y[n]) for n in range(3)]
-        for x, y in zip(factors, rows, strict=False)
-    ]
-    return lambda one, p, n, _: one.update(terms=made[n], sums=[16.0, 10.0, 4.0])
+    """Return the ranks' losses, which are three sums over their own numbers of targets."""
+    rows, own = zip(factors, [(8, 4, 3), (8, 6, 1)], strict=True), [16.0, 10.0, 4.0]
+    rows = [[(x, "sum", y) for x, y in zip(*row, strict=True)] for row in rows]
+    return [{"terms": terms, "sums": own} for terms in rows]
 
 
 TURNED = MEAN[1:] + MEAN[:1]
-BOTH = plus(MEAN, TURNED)  # the gradients of two passes
-LEFT, LATER = steps(BOTH, None, 2), lambda one, p, *_: one.update(epoch=int(p > 1))
-for own, more in zip(LEFT, steps(times(3, MEAN), LATER, 3), strict=True):
+BOTH, PAIR = plus(MEAN, TURNED), ({}, {})  # two passes
+LEFT = steps(BOTH, PAIR)
+for own, more in zip(LEFT, steps(times(3, MEAN), [*PAIR, {"epoch": 1}]), strict=True):
     own[2] = more[2]
+SHARE = steps(MEAN)
+for one in SHARE[0] + SHARE[1]:  # 5 times a term's mean
+    one.passes[0]["terms"] = [(5.0 / (one.step + 2), "sum", one.step + 2, 1, 1)]
 DOUBLED = steps(MEAN[:4] + times(2, MEAN)[4:], each=4, names=["a", "b"])
+ALONE = steps(alone, each=1, names=[*"abcdefgh"])
 SUM = ((1.0, "sum", 8, 20, 1),)  # of 8 x 20 numbers
 HALF, THIRD = (((x, "mean", 8, 1, 1),) for x in (1 / 2, 1 / 3))
 TWICE = plus(times(2, MEAN), TURNED)
 THIRDS = plus(times(2 / 3, SAMPLES[0]), times(1 / 3, SAMPLES[1]))
 UNREAD = ((1.0, ""),)
 TOTAL = {"terms": [(x / 17, "sum", 8, 1, 1) for x in (1.0, 2.0)], "sums": [3.0, 34.0]}
+COUNTED = {"terms": [(1 / 16, "sum", 8, 1, 1)], "sums": [16.0]}
+LOSSES = [
+    {"place": x, "terms": ((1.0, "mean", 8, 1, 1),)} for x in ("a.py:0", "a.py:1")
+]
+COUNTS = [  # two terms, divided by the same number
+    {"terms": [(1.0 / x, "sum", 8, 1, 1), (2.0 / x, "sum", 8, 4, 1)]} for x in (20, 14)
+]
 OWN, JOINT = several([1 / 8, 1 / 4, 1 / 3], [1 / 8, 1 / 6, 1]), [1 / 8, 1 / 5, 1 / 2]
-LOW = times(0.5, JOINT)
-SINGLE = steps(MEAN, OWN)
+HEAVY, EQUAL = (divided(x, 10.0, weighted=True) for x in (40.0, 12.0))
+RECEIVED = {"received": "a.py:8"}
+LOW = several(*[times(0.5, JOINT)] * 2)
+SINGLE = steps(MEAN, own=OWN)
 for n, own in enumerate(SINGLE):  # a batch has as many samples
     own.append(event(Input, rows=[n, n + 10, n + 20]))
 # name -> the check that finds the mistake, or the law's state; and the steps
 GRADIENTS = {
     "a mean": ("held", steps(MEAN)),
-    "two passes": ("held", steps(BOTH, None, 2)),
+    "two passes": ("held", steps(BOTH, PAIR)),
     "sums divided by the ranks": ("held", steps(times(2, MEAN), terms=HALF)),
     "an unreadable loss": ("not judged", steps(MEAN, terms=UNREAD)),
     "a loss divided by 3": ("not judged", steps(MEAN, terms=THIRD)),
@@ -227,31 +204,31 @@ GRADIENTS = {
     "a sum of gradients": ("summed", steps(times(2, MEAN))),
     "rank 0's gradient": ("mean_gradient", steps(SAMPLES[0])),
     "a summed loss": ("summed_loss", steps(MEAN, terms=SUM)),
-    "a heavy mean over the rank's targets": ("not judged", steps(MEAN, own_share)),
-    "a loss divided by all samples": ("summed_loss", steps(MEAN, counted)),
+    "a heavy mean over the rank's targets": ("not judged", SHARE),
+    "a loss divided by all samples": ("summed_loss", steps(MEAN, [COUNTED])),
     "a sum in a bucket": ("mean_gradient", DOUBLED),
-    "a weight that is clipped alone": (
-        "not judged",
-        steps(alone, each=1, names=[*"abcdefgh"]),
-    ),
-    "passes that are summed again": ("mean_gradient", steps(TWICE, None, 2)),
-    "two losses": ("held", steps(BOTH, two_losses, 2)),
+    "a weight that is clipped alone": ("not judged", ALONE),
+    "passes that are summed again": ("mean_gradient", steps(TWICE, PAIR)),
+    "two losses": ("held", steps(BOTH, LOSSES)),
     "left-over passes": ("leaked_passes", LEFT),
     "cleared passes": ("not_cleared", steps(MEAN, lost=["a.py:9"])),
-    "batches of other sizes": ("unequal_means", steps(MEAN, divided(8, 4))),
-    "sums over own counts": ("unequal_means", steps(MEAN, own_counts)),
-    "sums over a joint count": ("held", steps(MEAN, lambda x, *_: x.update(TOTAL))),
-    "several own counts": ("unequal_means", steps(MEAN, OWN)),
-    "several joint counts": ("held", steps(MEAN, several(JOINT, JOINT))),
-    "joint counts, averaged again": ("summed_loss", steps(MEAN, several(LOW, LOW))),
+    "batches of other sizes": ("unequal_means", steps(MEAN, own=divided(8, 4))),
+    "sums over own counts": ("unequal_means", steps(MEAN, own=COUNTS)),
+    "sums over a joint count": ("held", steps(MEAN, [TOTAL])),
+    "several own counts": ("unequal_means", steps(MEAN, own=OWN)),
+    "several joint counts": ("held", steps(MEAN, own=several(JOINT, JOINT))),
+    "joint counts, averaged again": ("summed_loss", steps(MEAN, own=LOW)),
     "one loss per sample": ("not judged", SINGLE),
-    "sums of class weights": ("unequal_means", steps(MEAN, weighted(40.0, 10.0))),
-    "nearly equal weights": ("not judged", steps(MEAN, weighted(12.0, 10.0))),
+    "sums of class weights": ("unequal_means", steps(MEAN, own=HEAVY)),
+    "nearly equal weights": ("not judged", steps(MEAN, own=EQUAL)),
     "gradients that each rank clips": ("mean_gradient", steps(clipped)),
     "a loss scale": ("not judged", steps(times(2**-16, MEAN), terms=UNREAD)),
-    "weights for other sizes": ("held", steps(THIRDS, divided(8, 4))),
-    "a gather": ("gathered_without_gradient", steps(MEAN, shared_loss)),
-    "tensors of other ranks": ("not judged", steps(MEAN, shared_tensors)),
+    "weights for other sizes": ("held", steps(THIRDS, own=divided(8, 4))),
+    "a gather": (
+        "gathered_without_gradient",
+        steps(MEAN, [RECEIVED | {"gathered": ("a.py:8", True)}]),
+    ),
+    "tensors of other ranks": ("not judged", steps(MEAN, [RECEIVED])),
 }
 
 
@@ -288,8 +265,8 @@ def test_equal_findings_are_named_once(monkeypatch):
 
 def test_the_advice_on_no_sync_and_on_a_prepared_scheduler():
     """One script sets DDP's flag only after forward(); accelerate steps a scheduler per process."""
-    change = lambda one, p, *_: one.update(forwards=[p < 1])  # noqa: E731
-    ranks = steps(lambda rank, n: SAMPLES[rank], change, 2)
+    passes = {"forwards": [True]}, {"forwards": [False]}
+    ranks = steps(lambda rank, n: SAMPLES[rank], passes)
     found = judged(*([event(Layout), *own] for own in ranks)).findings
     mends = {one.check: one.mend for one in found}
     assert "require_backward_grad_sync before forward()" in mends["not_averaged"]
