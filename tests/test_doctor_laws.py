@@ -21,7 +21,6 @@ from conftest import ROOT, run
 from test_doctor_steps import event, judged, made, one_pass, written
 from torch.utils.data import DataLoader, TensorDataset
 
-import doctor.laws  # noqa: F401  its checks
 from doctor.draws import Drawn, Made, Order, Own, shuffled
 from doctor.event import KINDS, Exit, Failed, Joins, Waits
 from doctor.job import Job, Process, read

@@ -3,7 +3,7 @@
 import math
 import re
 import weakref
-from dataclasses import fields
+from dataclasses import fields, replace
 from operator import add
 from pathlib import Path
 from types import SimpleNamespace
@@ -359,9 +359,7 @@ def test_weights_that_are_nan_at_the_end():
 
 
 @pytest.mark.parametrize("added", [0, 1])
-def test_a_layer_that_is_added_after_the_watched_steps_is_told_at_the_end(
-    added, monkeypatch
-):
+def test_a_layer_that_is_added_late_is_told_at_the_end(added, monkeypatch):
     network, told, alive = torch.nn.Linear(2, 2), [], Alive()
     monkeypatch.setattr(Moments.here, "networks", {network: True})
     monkeypatch.setattr(recorder, "step", 60)
@@ -594,9 +592,10 @@ def test_weights_that_the_script_updates_itself_are_compared(monkeypatch):
     monkeypatch.setattr(Moments.here, "networks", {network: True, other: True})
     known(monkeypatch, network.bias)
     assert [*Replicas().held()] == ["bias", "weight"]
-    for begin, wanted in ((0, "weights_drift"), (1, "weights_differ")):
-        first = [states([1 + rank * begin], moment="start") for rank in (0, 1)]
-        ranks = map(add, first, [states([1]), states([2])])
+    for other, wanted in ((1, "weights_drift"), (2, "weights_differ")):
+        ranks = [
+            states([x], moment="start") + states([y]) for x, y in ((1, 1), (other, 2))
+        ]
         assert [*named(judged(*ranks))] == [wanted]
 
 
@@ -666,12 +665,10 @@ def test_tensors_that_a_script_loads_itself_are_found(monkeypatch, tmp_path):
 
 
 def test_weights_that_were_frozen_when_ddp_was_made():
-    ranks = steps(lambda r, _: SAMPLES[r] + MEAN, names=["net.weight", "head.weight"])
-    for own in ranks:
-        for one in own:
-            one.local = [one.local[0] * 2]
-        own.insert(0, event(Layout, frozen=["net.weight"], place="a.py:3"))
-    (found,) = judged(*ranks).findings
+    given = {"names": ["net.weight", "head.weight"], "each": 4}
+    ranks = steps(lambda rank, n: SAMPLES[rank][:4] + MEAN[4:], **given)
+    layout = event(Layout, frozen=["net.weight"], place="a.py:3")
+    (found,) = judged(*([replace(layout), *own] for own in ranks)).findings
     assert found.check == "not_averaged" and "frozen when DDP was made" in found.what
     assert found.mend.startswith("Wrap the network in DDP again")
 
@@ -701,16 +698,6 @@ def test_what_a_checkpoint_in_parts_holds(monkeypatch):
     assert Checkpoints().content(alone)["counts"] is False
 
 
-def test_the_parts_of_a_step_add_up():
-    names = "data forward backward communication optimizer validation saving".split()
-    spans = [(name, 0.0, 0.1 + 0.011 * n) for n, name in enumerate(names)]
-    job = made([event(Spans, n, wall=1.0, spans=spans, calls={}) for n in range(9)], [])
-    job.processes.pop()
-    text = " ".join(page(job, examine(job)).split())
-    shares = re.findall(r"(\d+)%", text.partition("A step on rank 0")[2])
-    assert len(shares) == 8 and sum(map(int, shares)) == 100
-
-
 def test_processes_without_a_group_train_alone():
     """The differences between the ranks are effects, and no law that compares ranks is held."""
     ranks = [[event(Opened, path="/a/b.pt", saved=True)] for _ in range(2)]
@@ -722,7 +709,8 @@ def test_processes_without_a_group_train_alone():
     assert {law(report, n) for n in (1, 2, 3, 4, 5, 8)} == {"not judged"}
 
 
-def test_the_page_of_a_right_job_is_short_and_counts_what_was_not_judged():
+def test_the_page_of_a_right_job():
+    """It is short, counts what was not judged, and the parts of a step add up."""
     job = made(*steps(MEAN), steps=40)
     for one in (x for p in job.processes for x in p.of(Step)[38:]):
         one.watched = False
@@ -731,6 +719,12 @@ def test_the_page_of_a_right_job_is_short_and_counts_what_was_not_judged():
     assert len(lines) <= 30 and max(map(len, lines)) <= 80
     assert "38 optimizer steps watched (2 later ones only timed)" in text
     assert "No mistake was found: 2 of 10 laws held, 8 could not be judged" in text
+    names = "data forward backward communication optimizer validation saving".split()
+    spans = [(name, 0.0, 0.1 + 0.011 * n) for n, name in enumerate(names)]
+    job = made([event(Spans, n, wall=1.0, spans=spans, calls={}) for n in range(9)])
+    text = " ".join(page(job, examine(job)).split())
+    shares = re.findall(r"(\d+)%", text.partition("A step on rank 0")[2])
+    assert len(shares) == 8 and sum(map(int, shares)) == 100
 
 
 def test_a_script_that_finds_no_gpu_is_told_of_cpu():
