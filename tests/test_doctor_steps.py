@@ -572,8 +572,8 @@ def test_tensors_of_the_scripts_objects_are_found():
     assert not [x for x in found.tensors({id(ema.bias): 0}) if "copy Linear" in x]
 
 
-def test_equal_names_are_numbered_alike_on_all_ranks(monkeypatch):
-    """The numbers agree even if only one rank has already freed an old network's weights."""
+def test_which_weights_are_compared(monkeypatch):
+    """Equal names have equal numbers, even if only one rank has freed an old network's weights."""
     old, new = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
     monkeypatch.setattr(Moments.here, "names", {id(old): "w", id(new): "w"})
     watcher = Replicas()
@@ -583,9 +583,7 @@ def test_equal_names_are_numbered_alike_on_all_ranks(monkeypatch):
     assert [*watcher.held()] == ["w", "w #2"]
     del numbers[id(old)]
     assert [*watcher.held()] == ["w #2"]
-
-
-def test_weights_that_the_script_updates_itself_are_compared(monkeypatch):
+    # Weights that the script updates itself
     network, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)  # without optimizer
     names = {id(x): name for name, x in network.named_parameters()}
     monkeypatch.setattr(Moments.here, "names", names)
