@@ -7,7 +7,6 @@ does not call a law held on evidence that the mistake does not change.
 import gc
 import random
 import sys
-import weakref
 from array import array
 from dataclasses import replace
 from math import inf
@@ -18,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, run
-from test_doctor_steps import event, judged, made, one_pass, written
+from test_doctor_steps import event, judged, known, made, one_pass, written
 from torch.utils.data import DataLoader, TensorDataset
 
 from doctor.draws import Drawn, Made, Order, Own, shuffled
@@ -99,7 +98,7 @@ def test_hashes_do_not_read_one_column():
     assert len({one % 28 for one in positions(784, 64)}) > 20
 
 
-def test_samples_are_counted_in_epochs_of_training_only():
+def test_how_samples_are_counted():
     """A pass without steps, which only measures training accuracy, is not an epoch."""
     own = [fed(one, 2) for one in HALVES]
     own = [[x for x in one if not isinstance(x, Step) or not x.epoch] for one in own]
@@ -109,10 +108,6 @@ def test_samples_are_counted_in_epochs_of_training_only():
     assert state(found, 1).evidence == ["epoch 0: 64 samples read, 64 distinct of 64"]
     found = report(fed([*range(48)]), fed([*range(16, 64)]), steps=0)
     assert named(found) == {"left_out"} and ": 24 on several" in found.findings[0].what
-
-
-def test_streams_and_divided_networks_are_not_held():
-    """doctor names the samples that a stream loses."""
     orders = [[one, one[::-1]] for one in HALVES]
     found = report(*(fed(one, 2, stream=True) for one in orders), steps=0)
     assert state(found, 1).state == "not judged"
@@ -120,12 +115,11 @@ def test_streams_and_divided_networks_are_not_held():
     assert state(report(same, same, steps=0), 1).state == "not judged"
     lost = [[one[:16], one[8:24], one[16:]] for one in HALVES]
     found = report(*(fed(one, 3, stream=True) for one in lost), steps=0)
-    assert named(found) == {"left_out"}, found.findings
+    assert named(found) == {"left_out"}  # by a stream
     assert "32 distinct ones of 64 that all epochs have" in found.findings[0].what
 
 
 def test_what_only_the_last_rank_does_is_named():
-    """doctor names the last rank if it has one batch less than the others, or an error."""
     ranks = [fed([*range(n, 120, 3)]) for n in range(3)]
     assert not report(*ranks, steps=0).findings
     found = report(*ranks[:2], fed([*range(2, 98, 3)]), steps=0)
@@ -222,10 +216,11 @@ def test_what_networks_get_and_what_is_drawn_for_it():
     ],
 )
 def test_numbers_that_another_rank_draws_at_another_time(ranks, wanted):
-    line = {"generator": "numpy", "place": "a.py:4"}
-    ranks = [[f"seed({seed})" for seed in own] for own in ranks]
-    ranks = [[Seed(**line, call=x, step=n) for n, x in enumerate(x)] for x in ranks]
-    found = report(*ranks)
+    given = {"generator": "numpy", "place": "a.py:4"}
+    ranks = [[(n, f"seed({x})") for n, x in enumerate(own)] for own in ranks]
+    found = report(
+        *([event(Seed, n, call=x, **given) for n, x in own] for own in ranks)
+    )
     assert ("shifted_numbers" in named(found)) == wanted
     told = "on ranks 0 and 1, but in steps whose numbers differ by 1 (19 times)"
     assert not wanted or told in found.findings[0].what
@@ -251,14 +246,15 @@ def measured(values, **more):
 def test_settings_are_compared_by_name():
     """The comparison works even if one rank makes more passes per step than another."""
 
-    def rank(more, value):
-        values = ["int64"] * more + ["float32"]
-        row = [Facts(values={"input types": x}, place="a.py:3") for x in values]
-        row.append(Facts(values={"ignore_index of a": value}, place="a.py:3"))
-        return [replace(x, step=k) for k in range(9) for x in row]
+    def rank(value, *types):
+        values = {"ignore_index of a": value}, *({"input types": x} for x in types)
+        return [
+            event(Facts, k, values=x, place="a.py:3") for k in range(9) for x in values
+        ]
 
-    assert not named(report(rank(1, "0"), rank(0, "0")))
-    assert named(report(rank(1, "0"), rank(0, "1"))) == {"settings_differ"}
+    first = rank("0", "int64", "float32")
+    assert not named(report(first, rank("0", "float32")))
+    assert named(report(first, rank("1", "float32"))) == {"settings_differ"}
     report(*[measured([{"loss": inf}] * 30)] * 2)
     lost = measured([{"loss of a": inf}] * 9)
     assert named(report(lost, lost)) == {"loss_is_not_finite"}
@@ -358,9 +354,8 @@ def test_integers_that_name_a_streams_samples(names):
     ranks = [fed([*range(64)], stream=True) for n in (0, 1)]
     for rank, own in enumerate(ranks):
         for one in each(Batch, [own]):
-            one.ids, labels = one.rows, [x % 5 + rank * (not names) for x in one.rows]
-            one.rows = array("q", [x + 999 * rank for x in one.rows])
-            one.marks = array("q", labels)
+            one.marks = array("q", [x % 5 + rank * (not names) for x in one.rows])
+            one.ids, one.rows = one.rows, array("q", [x + 999 * rank for x in one.rows])
     assert named(report(*ranks, steps=0)) == ({"same_samples"} if names else set())
 
 
@@ -630,7 +625,6 @@ def test_printed_accuracies_are_recomputed():
 
 @pytest.mark.parametrize("divisor", [1, 5, 8])
 def test_losses_that_are_off_by_a_batchs_size_are_named(divisor):
-    """doctor names them under any name: they are divided by 8, the batch's size."""
     given = {"names": ["v"], "each": 1, "used": [1.0], "local": [[1.0]]}
     events = [event(Update, **given, passes=[one_pass()])]
     events += [event(Epoch, **PASS, samples=16)]
@@ -660,12 +654,16 @@ def test_a_result_of_a_network_in_training_mode(how):
 
 def test_the_mode_of_a_network_is_recorded(monkeypatch):
     network = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout())
-    own, watched = {id(network[0].weight): 0}, Results()
-    for known, mode in ((own, True), (own, False), ({}, True)):
-        monkeypatch.setattr("doctor.moments.Moments.here.known", known)
+    watcher = Results()
+    for weights, mode in (
+        ([network[0].weight], True),
+        ([network[0].weight], False),
+        ([], True),
+    ):
+        known(monkeypatch, *weights)
         with torch.no_grad():
-            watched.on_output(network.train(mode), torch.ones(4, 2), None)
-        assert watched.training == (known == own and mode)
+            watcher.on_output(network.train(mode), torch.ones(4, 2), None)
+        assert watcher.training == (bool(weights) and mode)
 
 
 def test_passes_over_equal_inputs_are_judged_apart():
@@ -681,10 +679,9 @@ def test_passes_over_equal_inputs_are_judged_apart():
 def test_a_share_of_repeated_samples_is_named():
     """doctor names the samples' share, although the script compares lists, which doctor misses."""
     one = sums("seen", guesses=array("q", [*range(200), *range(32)]))
-    for total, wanted in ((232, {"wrong_number"}), (200, set())):
-        rights = (211, 187)[:: 1 if total > 200 else 2]
-        lines = [line(f"acc {n / total:.4f}") for n in rights]
-        assert named(report([one, *lines], steps=0)) == wanted
+    wrong = [line(f"acc {n / 232:.4f}") for n in (211, 187)]
+    assert named(report([one, *wrong], steps=0)) == {"wrong_number"}
+    assert not named(report([one, line(f"acc {211 / 200:.4f}")], steps=0))
 
 
 def test_gradients_of_other_weights_are_named():
@@ -703,8 +700,7 @@ def test_gradients_of_other_weights_are_named():
 def test_gradients_are_no_sums(monkeypatch):
     weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(3)]
     weights[0].grad, weights[1].grad = torch.ones(3), torch.ones(3).to_sparse()
-    known = {n: (n, weakref.ref(one)) for n, one in enumerate(weights)}
-    monkeypatch.setattr("doctor.moments.Moments.here.known", known)
+    known(monkeypatch, *weights)
     assert gradient(weights[0].grad.view(3)) and not gradient(torch.ones(3))
     assert not gradient(weights[1].grad)
 
@@ -833,14 +829,14 @@ def test_a_printed_loss_that_has_been_divided(outer, local, printed, wanted):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "size", "wanted"),
-    [([0, 0], 2, "2, all as rank 0"), ([0, 1], 4, "a group of 4"), ([0, 1], 2, "")],
+    ("last", "size", "wanted"),
+    [(0, 2, ["2, all as rank 0"]), (1, 4, ["a group of 4"]), (1, 2, [])],
 )
-def test_processes_that_cannot_join_are_named(ranks, size, wanted):
-    asked = [Joins(own=0, number=n, world_size=size, place="a.py:3") for n in ranks]
-    found = [Process(n, 2, [one]) for n, one in enumerate(asked)]
-    found = [*cannot_join.function(Job(found, status=1, hung=True))]
-    assert bool(found) == bool(wanted) and all(wanted in one.what for one in found)
+def test_processes_that_cannot_join_are_named(last, size, wanted):
+    given = {"own": 0, "world_size": size, "place": "a.py:3"}
+    ranks = [Process(n, 2, [Joins(number=n and last, **given)]) for n in (0, 1)]
+    found = cannot_join.function(Job(ranks, status=1, hung=True))
+    assert all(x in one.what for x, one in zip(wanted, found, strict=True))
 
 
 @pytest.mark.parametrize(("seconds", "after"), [(41, 2), (5, 2), (41, 9)])
