@@ -148,14 +148,6 @@ def divided(*counts, weighted=False):
     return [{"terms": [(1.0, "mean", x, 1, 1, weighted)]} for x in counts]
 
 
-def alone(rank, n):
-    return [x * (0.3 + 0.1 * n if k == 1 else 1) for k, x in enumerate(MEAN)]
-
-
-def clipped(rank, n):
-    return plus(times(0.1 + 0.1 * n, SAMPLES[0]), times(0.45, SAMPLES[1]))
-
-
 def several(*factors):
     """Return the ranks' losses, which are three sums over their own numbers of targets."""
     rows, own = zip(factors, [(8, 4, 3), (8, 6, 1)], strict=True), [16.0, 10.0, 4.0]
@@ -172,23 +164,25 @@ SHARE = steps(MEAN)
 for one in SHARE[0] + SHARE[1]:  # 5 times a term's mean
     one.passes[0]["terms"] = [(5.0 / (one.step + 2), "sum", one.step + 2, 1, 1)]
 DOUBLED = steps(MEAN[:4] + times(2, MEAN)[4:], each=4, names=["a", "b"])
-ALONE = steps(alone, each=1, names=[*"abcdefgh"])
+ALONE = steps(MEAN, each=1, names=[*"abcdefgh"])
+for one in ALONE[0] + ALONE[1]:
+    one.used[1] *= 0.3 + 0.1 * one.step
+SHARES = [times(0.1 + 0.1 * n, SAMPLES[0]) for n in range(4)]
+CLIPPED = steps(lambda _, n: plus(SHARES[n], times(0.45, SAMPLES[1])))
 SUM = ((1.0, "sum", 8, 20, 1),)  # of 8 x 20 numbers
-HALF, THIRD = (((x, "mean", 8, 1, 1),) for x in (1 / 2, 1 / 3))
+ONE, HALF, THIRD = (((x, "mean", 8, 1, 1),) for x in (1.0, 1 / 2, 1 / 3))
 TWICE = plus(times(2, MEAN), TURNED)
 THIRDS = plus(times(2 / 3, SAMPLES[0]), times(1 / 3, SAMPLES[1]))
 UNREAD = ((1.0, ""),)
 TOTAL = {"terms": [(x / 17, "sum", 8, 1, 1) for x in (1.0, 2.0)], "sums": [3.0, 34.0]}
 COUNTED = {"terms": [(1 / 16, "sum", 8, 1, 1)], "sums": [16.0]}
-LOSSES = [
-    {"place": x, "terms": ((1.0, "mean", 8, 1, 1),)} for x in ("a.py:0", "a.py:1")
-]
-COUNTS = [  # two terms, divided by the same number
-    {"terms": [(1.0 / x, "sum", 8, 1, 1), (2.0 / x, "sum", 8, 4, 1)]} for x in (20, 14)
-]
+LOSSES = {"place": "a.py:0"}, {"place": "a.py:1"}
+COUNTS = [[(1.0 / x, "sum", 8, 1, 1), (2.0 / x, "sum", 8, 4, 1)] for x in (20, 14)]
+COUNTS = [{"terms": x} for x in COUNTS]  # two terms, divided by the same number
 OWN, JOINT = several([1 / 8, 1 / 4, 1 / 3], [1 / 8, 1 / 6, 1]), [1 / 8, 1 / 5, 1 / 2]
 HEAVY, EQUAL = (divided(x, 10.0, weighted=True) for x in (40.0, 12.0))
 RECEIVED = {"received": "a.py:8"}
+GATHERED = RECEIVED | {"gathered": ("a.py:8", True)}
 LOW = several(*[times(0.5, JOINT)] * 2)
 SINGLE = steps(MEAN, own=OWN)
 for n, own in enumerate(SINGLE):  # a batch has as many samples
@@ -209,7 +203,7 @@ GRADIENTS = {
     "a sum in a bucket": ("mean_gradient", DOUBLED),
     "a weight that is clipped alone": ("not judged", ALONE),
     "passes that are summed again": ("mean_gradient", steps(TWICE, PAIR)),
-    "two losses": ("held", steps(BOTH, LOSSES)),
+    "two losses": ("held", steps(BOTH, LOSSES, terms=ONE)),
     "left-over passes": ("leaked_passes", LEFT),
     "cleared passes": ("not_cleared", steps(MEAN, lost=["a.py:9"])),
     "batches of other sizes": ("unequal_means", steps(MEAN, own=divided(8, 4))),
@@ -221,13 +215,10 @@ GRADIENTS = {
     "one loss per sample": ("not judged", SINGLE),
     "sums of class weights": ("unequal_means", steps(MEAN, own=HEAVY)),
     "nearly equal weights": ("not judged", steps(MEAN, own=EQUAL)),
-    "gradients that each rank clips": ("mean_gradient", steps(clipped)),
+    "gradients that each rank clips": ("mean_gradient", CLIPPED),
     "a loss scale": ("not judged", steps(times(2**-16, MEAN), terms=UNREAD)),
     "weights for other sizes": ("held", steps(THIRDS, own=divided(8, 4))),
-    "a gather": (
-        "gathered_without_gradient",
-        steps(MEAN, [RECEIVED | {"gathered": ("a.py:8", True)}]),
-    ),
+    "a gather": ("gathered_without_gradient", steps(MEAN, [GATHERED])),
     "tensors of other ranks": ("not judged", steps(MEAN, [RECEIVED])),
 }
 
@@ -373,9 +364,7 @@ def test_a_layer_that_is_added_late_is_told_at_the_end(added, monkeypatch):
 @pytest.mark.parametrize("right", [True, False])
 def test_the_modes_of_networks_and_passes(right):
     """After the timed steps, no event tells which loader's batch a step used."""
-    found = [
-        event(Dropped, n, training=n < 2 or right, place="a.py:5") for n in range(4)
-    ]
+    found = [event(Dropped, n, training=n < 2 or right) for n in range(4)]
     assert named(judged(found, found)) == ({} if right else {"eval_mode": "RISK"})
     ran = {"eval" if right else "train without gradients": [*range(4)]}
     found = event(Mode, 3, name="teacher.norm", kind="batch norm", ran=ran)
