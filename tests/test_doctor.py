@@ -204,6 +204,10 @@ def test_a_watched_run_has_the_same_weights(name, tmp_path, digits):
 
 
 def test_without_a_training_process_it_says_so():
+    """The exit status is 2 then, unless the command or its signal has given another one."""
+    for code, status in (("exit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 137)):
+        ended = run("python", "-m", "doctor", "--", "python", "-c", code)
+        assert ended.returncode == status
     ended = run("python", "-m", "doctor", "--", "python", "-c", "print('hello')")
     assert ended.returncode == 2 and ended.stdout == "hello\n"
     assert ended.stderr.startswith("doctor: error: NOTHING CHECKED: no process")
