@@ -21,8 +21,7 @@ from doctor.laws.alive import LAW as LEARNS
 from doctor.laws.alive import Alive, Weight
 from doctor.laws.checkpoints import Checkpoints, Cut, Saved, cut
 from doctor.laws.files import Opened
-from doctor.laws.losses import Losses, outer
-from doctor.laws.losses import terms as read_terms
+from doctor.laws.losses import Losses, outer, terms
 from doctor.laws.modes import Dropped, Mode, Validation
 from doctor.laws.passes import Passes, Update
 from doctor.laws.ranks import Measured
@@ -97,7 +96,7 @@ def steps(used, passes=({},), own=({}, {}), **values):
     In pass p of step n, the gradient is the rank's gradient times n + 1, rotated by p places.
     `used` is the gradient of a step, or a function of rank and n that returns it.
     """
-    terms = values.pop("terms", ((1.0 / len(passes), "mean", 8, 1, 1),))
+    loss = values.pop("terms", ((1.0 / len(passes), "mean", 8, 1, 1),))
     ranks = []
     for rank, sample in enumerate(SAMPLES):
         found = []
@@ -105,7 +104,7 @@ def steps(used, passes=({},), own=({}, {}), **values):
             turned = [sample[p:] + sample[:p] for p in range(len(passes))]
             row = {"local": [times(n + 1, x) for x in turned], "each": 8}
             row["used"] = times(n + 1, used(rank, n) if callable(used) else used)
-            row["passes"] = [one_pass(terms) | one | own[rank] for one in passes]
+            row["passes"] = [one_pass(loss) | one | own[rank] for one in passes]
             found.append(event(Update, n, **{"names": ["net.weight"]} | row | values))
         ranks.append(found)
     return ranks
@@ -152,7 +151,7 @@ def several(*factors):
     """Return the ranks' losses, which are three sums over their own numbers of targets."""
     rows, own = zip(factors, [(8, 4, 3), (8, 6, 1)], strict=True), [16.0, 10.0, 4.0]
     rows = [[(x, "sum", y) for x, y in zip(*row, strict=True)] for row in rows]
-    return [{"terms": terms, "sums": own} for terms in rows]
+    return [{"terms": row, "sums": own} for row in rows]
 
 
 TURNED = MEAN[1:] + MEAN[:1]
@@ -430,15 +429,15 @@ def test_what_a_loss_is_divided_by():
         ((logits.square() / 8).sum(), 1 / 8, "sum", 5, False),
         ((pair * logits.exp()[0, :2]).sum(), 1, "", 0, False),  # learned weights
     ):
-        (found,) = read_terms(one.grad_fn)
+        (found,) = terms(one.grad_fn)
         assert [found.factor, found.kind, found.rows, found.weighted] == wanted
     first, second = pair / rows
     for whole in ((pair / rows).sum(), pair @ (1 / rows), first + second):
-        pairs = [(x.factor, x.kind) for x in read_terms(whole.grad_fn)]
+        pairs = [(x.factor, x.kind) for x in terms(whole.grad_fn)]
         assert pairs == [(0.5, "mean"), (0.25, "sum")]
     mask = (targets >= 0)[:, None].expand(5, 2)
     columns = (logits[:, :2] * mask).sum(0) / rows
-    assert [x[0] * x.rows for x in read_terms(columns.sum().grad_fn)] == [2, 1]
+    assert [x[0] * x.rows for x in terms(columns.sum().grad_fn)] == [2, 1]
     assert outer((3 * loss / 4).grad_fn) == [0.25, 3]
     own = (0.7, "mean", 8, 1, 1), (0.04, "sum", 8, 4, 1)
     told = judged(*steps(MEAN, terms=own)).verdicts[4].not_judged["mean_gradient"]
