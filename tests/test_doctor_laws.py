@@ -170,9 +170,8 @@ def test_samples_whose_contents_differ(names, count, epochs):
 @pytest.mark.parametrize("same", [True, False])
 def test_masks_that_ranks_draw_alike_with_their_own_generators(same):
     ranks = [loop([*range(n, 480, 2)], 0) for n in (0, 1)]
-    for own, draws in zip(
-        ranks, map(random.Random, (1, 1 if same else 2)), strict=True
-    ):
+    for rank, own in enumerate(ranks):
+        draws = random.Random(1 if same else rank)
         for one in each(Input, [own]):
             one.few = [[x * (draws.random() > 0.3) for x in row] for row in one.few]
     assert ("the same places" in str(state(report(*ranks), 3).not_judged)) is same
@@ -369,17 +368,6 @@ def test_persistent_workers_keep_the_epoch():
         assert named(found) == wanted
 
 
-def test_a_rank_with_longer_inputs_is_named():
-    draws, name = random.Random(0), "length of input 1 of the network"
-
-    def rows(rank, longer):
-        sizes = [{name: draws.randint(8, 30) + longer} for _ in range(30)]
-        return loop([*range(rank, 480, 2)]) + measured(sizes)
-
-    assert "ranks_differ" not in named(report(rows(0, 0), rows(1, 0)))
-    assert "ranks_differ" in named(report(rows(0, 0), rows(1, 25)))
-
-
 def test_a_new_loader_of_the_same_line_continues_one_in_a_cycle():
     watcher, data, numbers = Loaders(), TensorDataset(torch.ones(3)), []
     gc.disable()
@@ -392,20 +380,25 @@ def test_a_new_loader_of_the_same_line_continues_one_in_a_cycle():
     assert numbers == [0, 0]
 
 
-@pytest.mark.parametrize(
-    ("tensor", "spread"),
-    [("tensor 2 of the batch", 2), ("targets of a", 2), ("targets of a", 0)],
-)
-def test_a_label_that_is_constant_on_each_rank(tensor, spread):
+def test_inputs_and_labels_that_differ_between_the_ranks():
     """Targets that are not from the batch may be positions, which depend on the rank."""
-    loader, ranks = 0 if "batch" in tensor else None, []
-    for rank in (0, 1):
-        values = {f"mean of {tensor}": rank, f"spread of {tensor}": spread}
-        own = measured([values] * 30, loader=loader)
-        own += measured([{"loss of a": random.random()} for _ in range(30)])
-        ranks.append(fed([*range(rank, 480, 2)]) + own)
-    apart = spread == 0 or "batch" in tensor
-    assert named(report(*ranks, steps=0)) == ({"ranks_differ"} if apart else set())
+    length, draws = "length of input 1 of the network", random.Random(0)
+
+    def constant(tensor, spread):
+        return lambda rank: {f"mean of {tensor}": rank, f"spread of {tensor}": spread}
+
+    for loader, values, apart in (
+        (None, lambda rank: {length: draws.randint(8, 30)}, False),
+        (None, lambda rank: {length: draws.randint(8, 30) + 25 * rank}, True),
+        (0, constant("tensor 2 of the batch", 2), True),
+        (None, constant("targets of a", 2), False),
+        (None, constant("targets of a", 0), True),
+    ):
+        ranks = [fed([*range(rank, 480, 2)]) for rank in (0, 1)]
+        for rank, own in enumerate(ranks):
+            own += measured([values(rank) for _ in range(30)], loader=loader)
+            own += measured([{"loss of a": draws.random()} for _ in range(30)])
+        assert named(report(*ranks, steps=0)) == ({"ranks_differ"} if apart else set())
 
 
 @pytest.mark.parametrize(
