@@ -3,7 +3,7 @@
 import math
 import re
 import weakref
-from dataclasses import fields
+from dataclasses import fields, replace
 from operator import add
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +22,7 @@ from doctor.laws.alive import Alive, Weight
 from doctor.laws.checkpoints import Checkpoints, Cut, Saved, cut
 from doctor.laws.files import Files, Opened
 from doctor.laws.gradient import shares_of
-from doctor.laws.losses import Losses, outer
-from doctor.laws.losses import terms as read_terms
+from doctor.laws.losses import Losses, outer, terms
 from doctor.laws.modes import Dropped, Mode, Validation
 from doctor.laws.passes import Passes, Update
 from doctor.laws.ranks import Measured
@@ -92,24 +91,22 @@ def one_pass(terms=((1.0, "mean", 8, 1, 1),), **values):
     return found | {"terms": terms} | values
 
 
-def steps(used, passes=1, change=None, **values):
-    """Return the updates of two ranks in four steps; `used` is the gradient of a step.
+def steps(used, passes=({},), own=({}, {}), **values):
+    """Return the updates of two ranks in four steps, whose `passes` and ranks have `own` fields.
 
     In pass p of step n, the gradient is the rank's gradient times n + 1, rotated by p places.
-    `change(pass, rank, step)` may change a pass.
+    `used` is the gradient of a step, or a function of rank and n that returns it.
     """
-    terms = values.pop("terms", ((1.0 / passes, "mean", 8, 1, 1),))
+    loss = values.pop("terms", ((1.0 / len(passes), "mean", 8, 1, 1),))
     ranks = []
-    for rank, own in enumerate(SAMPLES):
+    for rank, sample in enumerate(SAMPLES):
         found = []
         for n in range(4):
-            local = [[(n + 1) * x for x in own[p:] + own[:p]] for p in range(passes)]
-            entries = [one_pass(terms) for _ in range(passes)]
-            for number, one in enumerate(entries if change else ()):
-                change(one, number, rank, n)
-            row = {"names": ["net.weight"], "each": 8, "local": local}
-            row |= {"passes": entries, "used": [(n + 1) * x for x in used]}
-            found.append(event(Update, n, **row | values))
+            turned = [sample[p:] + sample[:p] for p in range(len(passes))]
+            row = {"local": [times(n + 1, x) for x in turned], "each": 8}
+            row["used"] = times(n + 1, used(rank, n) if callable(used) else used)
+            row["passes"] = [one_pass(loss) | one | own[rank] for one in passes]
+            found.append(event(Update, n, **{"names": ["net.weight"]} | row | values))
         ranks.append(found)
     return ranks
 
@@ -119,6 +116,21 @@ def states(*values, **more):
     given = {"moment": "step", "what": "weights", "names": ["net.weight"]} | more
     given |= {"each": len(values[0])}
     return [event(State, n, values=x, **given) for n, x in enumerate(values)]
+
+
+def written(monkeypatch):
+    """Return a list that gets all events that are written from now on, in step 0."""
+    found = []
+    monkeypatch.setattr(recorder, "write", found.append)
+    monkeypatch.setattr(recorder, "step", 0)
+    return found
+
+
+def known(monkeypatch, *weights):
+    """Make the watchers know these weights of optimizers."""
+    numbers = {id(one): (n, weakref.ref(one)) for n, one in enumerate(weights)}
+    monkeypatch.setattr(Moments.here, "known", numbers)
+    return numbers
 
 
 def plus(*vectors):
@@ -131,70 +143,54 @@ def times(factor, vector):
     return [factor * x for x in vector]
 
 
-def shared_loss(one, number, rank, n):
-    one |= {"gathered": ("a.py:8", True), "received": "a.py:8"}
-
-
-def two_losses(one, number, rank, n):
-    one |= {"place": f"a.py:{number}", "terms": ((1.0, "mean", 8, 1, 1),)}
-
-
 def divided(*counts, weighted=False):
-    """Return a function that makes a loss a mean over each rank's count of samples or weights."""
-    rest = (1, 1, True) if weighted else (1, 1)
-    return lambda one, p, n, _: one.update(terms=[(1.0, "mean", counts[n], *rest)])
-
-
-def own_share(one, number, rank, n):
-    one["terms"] = [(5.0 / (n + 2), "sum", n + 2, 1, 1)]  # 5 times a term's mean
-
-
-def own_counts(one, number, rank, n):
-    parts = (1.0, 8, 1), (2.0, 8, 4)  # two terms, divided by the same number
-    one["terms"] = [(x / (20 - 6 * rank), "sum", *more, 1) for x, *more in parts]
+    """Return the ranks' losses, which are means over their counts of samples or weights."""
+    return [{"terms": [(1.0, "mean", x, 1, 1, weighted)]} for x in counts]
 
 
 def several(*factors):
-    """Return a function that gives each rank three sums over its own numbers of targets."""
-    rows = ((8, 4, 3), (8, 6, 1))
-    made = [
-        [(x[n], "sum", y[n]) for n in range(3)]
-        for x, y in zip(factors, rows, strict=False)
-    ]
-    return lambda one, p, n, _: one.update(terms=made[n], sums=[16.0, 10.0, 4.0])
+    """Return the ranks' losses, which are three sums over their own numbers of targets."""
+    rows, own = zip(factors, [(8, 4, 3), (8, 6, 1)], strict=True), [16.0, 10.0, 4.0]
+    rows = [[(x, "sum", y) for x, y in zip(*row, strict=True)] for row in rows]
+    return [{"terms": row, "sums": own} for row in rows]
 
 
 TURNED = MEAN[1:] + MEAN[:1]
-BOTH = plus(MEAN, TURNED)  # the gradients of two passes
-LEFT, LATER = steps(BOTH, 2), lambda one, p, *_: one.update(epoch=int(p > 1))
-for own, more in zip(LEFT, steps(times(3, MEAN), 3, LATER), strict=True):
+BOTH, PAIR = plus(MEAN, TURNED), ({}, {})  # two passes
+LEFT = steps(BOTH, PAIR)
+for own, more in zip(LEFT, steps(times(3, MEAN), [*PAIR, {"epoch": 1}]), strict=True):
     own[2] = more[2]
-CLIPPED = steps(MEAN)
-for own in CLIPPED:
-    for n, one in enumerate(own):
-        scaled = plus(times(0.1 + 0.1 * n, SAMPLES[0]), times(0.45, SAMPLES[1]))
-        one.used = times(n + 1, scaled)
-TWO = {"each": 4, "names": ["a", "b"]}
-DOUBLED = steps(MEAN[:4] + times(2, MEAN)[4:], **TWO)
+SHARE = steps(MEAN)
+for one in SHARE[0] + SHARE[1]:  # 5 times a term's mean
+    one.passes[0]["terms"] = [(5.0 / (one.step + 2), "sum", one.step + 2, 1, 1)]
+DOUBLED = steps(MEAN[:4] + times(2, MEAN)[4:], each=4, names=["a", "b"])
 ALONE = steps(MEAN, each=1, names=[*"abcdefgh"])
-for own in ALONE:  # each weight is clipped alone
-    for n, one in enumerate(own):
-        one.used[1] *= 0.3 + 0.1 * n
+for one in ALONE[0] + ALONE[1]:
+    one.used[1] *= 0.3 + 0.1 * one.step
+SHARES = [times(0.1 + 0.1 * n, SAMPLES[0]) for n in range(4)]
+CLIPPED = steps(lambda _, n: plus(SHARES[n], times(0.45, SAMPLES[1])))
 SUM = ((1.0, "sum", 8, 20, 1),)  # of 8 x 20 numbers
-COUNTED = ((1 / 16, "sum", 8, 1, 1),)  # divided by the 16 samples of both ranks
-HALF, THIRD = (((x, "mean", 8, 1, 1),) for x in (1 / 2, 1 / 3))
+ONE, HALF, THIRD = (((x, "mean", 8, 1, 1),) for x in (1.0, 1 / 2, 1 / 3))
 TWICE = plus(times(2, MEAN), TURNED)
 THIRDS = plus(times(2 / 3, SAMPLES[0]), times(1 / 3, SAMPLES[1]))
 UNREAD = ((1.0, ""),)
 TOTAL = {"terms": [(x / 17, "sum", 8, 1, 1) for x in (1.0, 2.0)], "sums": [3.0, 34.0]}
+COUNTED = {"terms": [(1 / 16, "sum", 8, 1, 1)], "sums": [16.0]}
+LOSSES = {"place": "a.py:0"}, {"place": "a.py:1"}
+COUNTS = [[(1.0 / x, "sum", 8, 1, 1), (2.0 / x, "sum", 8, 4, 1)] for x in (20, 14)]
+COUNTS = [{"terms": x} for x in COUNTS]  # two terms, divided by the same number
 OWN, JOINT = several([1 / 8, 1 / 4, 1 / 3], [1 / 8, 1 / 6, 1]), [1 / 8, 1 / 5, 1 / 2]
-SINGLE = steps(MEAN, 1, OWN)
+HEAVY, EQUAL = (divided(x, 10.0, weighted=True) for x in (40.0, 12.0))
+RECEIVED = {"received": "a.py:8"}
+GATHERED = RECEIVED | {"gathered": ("a.py:8", True)}
+LOW = several(*[times(0.5, JOINT)] * 2)
+SINGLE = steps(MEAN, own=OWN)
 for n, own in enumerate(SINGLE):  # a batch has as many samples
     own.append(event(Input, rows=[n, n + 10, n + 20]))
 # name -> the check that finds the mistake, or the law's state; and the steps
 GRADIENTS = {
     "a mean": ("held", steps(MEAN)),
-    "two passes": ("held", steps(BOTH, 2)),
+    "two passes": ("held", steps(BOTH, PAIR)),
     "sums divided by the ranks": ("held", steps(times(2, MEAN), terms=HALF)),
     "an unreadable loss": ("not judged", steps(MEAN, terms=UNREAD)),
     "a loss divided by 3": ("not judged", steps(MEAN, terms=THIRD)),
@@ -202,43 +198,28 @@ GRADIENTS = {
     "a sum of gradients": ("summed", steps(times(2, MEAN))),
     "rank 0's gradient": ("mean_gradient", steps(SAMPLES[0])),
     "a summed loss": ("summed_loss", steps(MEAN, terms=SUM)),
-    "a heavy mean over the rank's targets": ("not judged", steps(MEAN, 1, own_share)),
-    "a loss divided by all samples": (
-        "summed_loss",
-        steps(MEAN, terms=COUNTED, change=lambda x, *_: x.update(sums=[16.0])),
-    ),
+    "a heavy mean over the rank's targets": ("not judged", SHARE),
+    "a loss divided by all samples": ("summed_loss", steps(MEAN, [COUNTED])),
     "a sum in a bucket": ("mean_gradient", DOUBLED),
     "a weight that is clipped alone": ("not judged", ALONE),
-    "passes that are summed again": ("mean_gradient", steps(TWICE, 2)),
-    "two losses": ("held", steps(BOTH, 2, two_losses)),
+    "passes that are summed again": ("mean_gradient", steps(TWICE, PAIR)),
+    "two losses": ("held", steps(BOTH, LOSSES, terms=ONE)),
     "left-over passes": ("leaked_passes", LEFT),
     "cleared passes": ("not_cleared", steps(MEAN, lost=["a.py:9"])),
-    "batches of other sizes": ("unequal_means", steps(MEAN, 1, divided(8, 4))),
-    "sums over own counts": ("unequal_means", steps(MEAN, change=own_counts)),
-    "sums over a joint count": ("held", steps(MEAN, 1, lambda x, *_: x.update(TOTAL))),
-    "several own counts": ("unequal_means", steps(MEAN, 1, OWN)),
-    "several joint counts": ("held", steps(MEAN, 1, several(JOINT, JOINT))),
-    "joint counts, averaged again": (
-        "summed_loss",
-        steps(MEAN, 1, several(*[times(0.5, JOINT)] * 2)),
-    ),
+    "batches of other sizes": ("unequal_means", steps(MEAN, own=divided(8, 4))),
+    "sums over own counts": ("unequal_means", steps(MEAN, own=COUNTS)),
+    "sums over a joint count": ("held", steps(MEAN, [TOTAL])),
+    "several own counts": ("unequal_means", steps(MEAN, own=OWN)),
+    "several joint counts": ("held", steps(MEAN, own=several(JOINT, JOINT))),
+    "joint counts, averaged again": ("summed_loss", steps(MEAN, own=LOW)),
     "one loss per sample": ("not judged", SINGLE),
-    "sums of class weights": (
-        "unequal_means",
-        steps(MEAN, 1, divided(40.0, 10.0, weighted=True)),
-    ),
-    "nearly equal weights": (
-        "not judged",
-        steps(MEAN, 1, divided(12.0, 10.0, weighted=True)),
-    ),
+    "sums of class weights": ("unequal_means", steps(MEAN, own=HEAVY)),
+    "nearly equal weights": ("not judged", steps(MEAN, own=EQUAL)),
     "gradients that each rank clips": ("mean_gradient", CLIPPED),
     "a loss scale": ("not judged", steps(times(2**-16, MEAN), terms=UNREAD)),
-    "weights for other sizes": ("held", steps(THIRDS, 1, divided(8, 4))),
-    "a gather": ("gathered_without_gradient", steps(MEAN, change=shared_loss)),
-    "tensors of other ranks": (
-        "not judged",
-        steps(MEAN, change=lambda x, *_: x.update(received="a.py:8")),
-    ),
+    "weights for other sizes": ("held", steps(THIRDS, own=divided(8, 4))),
+    "a gather": ("gathered_without_gradient", steps(MEAN, [GATHERED])),
+    "tensors of other ranks": ("not judged", steps(MEAN, [RECEIVED])),
 }
 
 
@@ -262,18 +243,10 @@ def test_the_shares_of_nearly_equal_gradients():
     assert shares_of(passes.tolist(), used.tolist()) is None
 
 
-def test_the_factors_of_a_loss_are_told():
-    terms = (0.7, "mean", 8, 1, 1), (0.04, "sum", 8, 4, 1)
-    found = judged(*steps(MEAN, terms=terms)).verdicts[4].not_judged["mean_gradient"]
-    assert "0.7 x a mean, 0.04 x a sum; doctor cannot know" in found
-
-
 def test_a_law_is_broken_by_the_effect_of_another_one():
     """If nothing averages the gradients, the replicas drift apart, and two laws are broken."""
-    ranks = steps(MEAN)
+    ranks = steps(lambda rank, n: SAMPLES[rank])
     for own, used in zip(ranks, SAMPLES, strict=True):
-        for n, one in enumerate(own):
-            one.used = times(n + 1, used)
         own += states(*([n * used[0]] for n in range(4)))
         kept = ([n + used[0] * (n > 5)] for n in range(12))  # an effect's effect
         own += states(*kept, what="kept", names=["Codes.sum"])
@@ -290,20 +263,11 @@ def test_equal_findings_are_named_once(monkeypatch):
     assert [one.what for one in judged([]).findings] == ["a", "b"]
 
 
-def test_another_order_of_names_is_found():
-    ranks = [[event(Layout, buffers=names)] for names in (["a", "b"], ["b", "a"])]
-    assert named(judged(*ranks)) == {"names_differ": "WRONG"}
-
-
 def test_the_advice_on_no_sync_and_on_a_prepared_scheduler():
     """One script sets DDP's flag only after forward(); accelerate steps a scheduler per process."""
-    passes = [one_pass(forwards=[True]), one_pass(forwards=[False])]
-    ranks = steps(MEAN, 2)
-    for own, used in zip(ranks, SAMPLES, strict=True):
-        own.insert(0, event(Layout))
-        for one in own[1:]:
-            one.passes, one.used = passes, used
-    found = judged(*ranks).findings
+    passes = {"forwards": [True]}, {"forwards": [False]}
+    ranks = steps(lambda rank, n: SAMPLES[rank], passes)
+    found = judged(*([event(Layout), *own] for own in ranks)).findings
     mends = {one.check: one.mend for one in found}
     assert "require_backward_grad_sync before forward()" in mends["not_averaged"]
     plan = {"type": "LambdaLR", "planned": 4, "taken": 8}
@@ -342,21 +306,16 @@ def test_weights_that_never_live_are_named():
     assert found[0].what.startswith("1 of 2 trainable weights never get a gradient")
     assert "stage.weight" in found[0].what
     dead |= {"cut": False, "module": "tower", "first": 2}
-    tower = weights("tower.weight", **dead)
-    assert law(judged(*map(add, tower, head)), 6) == "not judged"
-    lost = [one_pass(gathered=("a.py:8", False))]
-    row = (
-        [*a, *b, event(Update, 1, passes=lost)]
-        for a, b in zip(tower, head, strict=True)
-    )
-    assert "dead_weights" in named(judged(*row))
     still = weights("stage.weight", moves=False)
-    assert law(judged(*map(add, still, head)), 6) == "not judged"
-    bias = weights("head.bias", alive=0)
-    assert law(judged(*map(add, bias, head)), 6) == "not judged"  # it may cancel out
+    bias = weights("head.bias", alive=0)  # its gradient may cancel out
     half = weights("stage.weight", moves=False, half=True, alive=10)
+    doubts = (weights("tower.weight", **dead), head), (still, head), (bias, head)
+    for one, other in (*doubts, (half, still)):
+        assert law(judged(*map(add, one, other)), 6) == "not judged"
+    cut = [event(Update, 1, passes=[one_pass(gathered=("a.py:8", False))])]
+    ranks = [[*one, *other, *cut] for one, other in zip(*doubts[0], strict=True)]
+    assert "dead_weights" in named(judged(*ranks))
     assert named(judged(*map(add, half, head))) == {"rounded_away": "RISK"}
-    assert law(judged(*map(add, half, still)), 6) == "not judged"
     for rank in range(2):
         parts = weights("stage.weight")
         parts[rank][0].optimizer = None
@@ -369,10 +328,8 @@ def test_weights_that_never_live_are_named():
 
 @pytest.mark.parametrize("rate", [0.0, 0.1])
 def test_updates_that_most_elements_of_16_bits_round_away(rate, monkeypatch):
-    weight, found = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16)), []
-    known = {id(weight): (0, weakref.ref(weight))}
-    monkeypatch.setattr(Moments.here, "known", known)
-    monkeypatch.setattr(recorder, "write", found.append)
+    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    found, _ = written(monkeypatch), known(monkeypatch, weight)
     alive, weight.grad = Alive(), torch.tensor([1, 1, 0], dtype=weight.dtype)
     alive.on_step(torch.optim.SGD([weight], rate), [weight], [[1.0]])
     weight.data[0] = 2
@@ -414,9 +371,7 @@ def test_weights_that_are_nan_at_the_end():
 
 
 @pytest.mark.parametrize("added", [0, 1])
-def test_a_layer_that_is_added_after_the_watched_steps_is_told_at_the_end(
-    added, monkeypatch
-):
+def test_a_layer_that_is_added_late_is_told_at_the_end(added, monkeypatch):
     network, told, alive = torch.nn.Linear(2, 2), [], Alive()
     monkeypatch.setattr(Moments.here, "networks", {network: True})
     monkeypatch.setattr(recorder, "step", 60)
@@ -427,20 +382,18 @@ def test_a_layer_that_is_added_after_the_watched_steps_is_told_at_the_end(
     assert told == ["on_summary"] * added
 
 
-@pytest.mark.parametrize("how", ["train without gradients", "eval"])
-def test_a_frozen_teacher_in_training_mode_is_named(how):
-    own = {"name": "teacher.norm", "kind": "batch norm", "ran": {how: [*range(4)]}}
-    wanted = {"frozen_in_train_mode": "RISK"} if "train" in how else {}
-    assert named(judged([event(Mode, 3, **own)], [event(Mode, 3)])) == wanted
-
-
-@pytest.mark.parametrize("count", [0, 3])
-def test_a_loader_that_feeds_steps_is_not_for_validation(count):
+@pytest.mark.parametrize("right", [True, False])
+def test_the_modes_of_networks_and_passes(right):
     """After the timed steps, no event tells which loader's batch a step used."""
-    own = [event(Validation, loader=1, gradients=True), event(EpochEnd, loader=1)]
-    own[1].steps = count
-    wanted = {} if count else {"validation_with_gradients": "SLOW"}
-    assert named(judged(own, [])) == wanted
+    found = [event(Dropped, n, training=n < 2 or right) for n in range(4)]
+    assert named(judged(found, found)) == ({} if right else {"eval_mode": "RISK"})
+    ran = {"eval" if right else "train without gradients": [*range(4)]}
+    found = event(Mode, 3, name="teacher.norm", kind="batch norm", ran=ran)
+    wanted = {} if right else {"frozen_in_train_mode": "RISK"}
+    assert named(judged([found], [event(Mode, 3)])) == wanted
+    own = event(Validation, loader=1, gradients=True)
+    found = judged([own, event(EpochEnd, loader=1, steps=3 * right)], [])
+    assert named(found) == ({} if right else {"validation_with_gradients": "SLOW"})
 
 
 def test_what_a_checkpoint_holds():
@@ -486,34 +439,32 @@ def test_what_a_loss_is_divided_by():
     targets = torch.tensor([0, 2, 2, 1, -1])
     each = torch.tensor([0.5, 1.0, 25.0])
     loss = cross_entropy(logits, targets, weight=each, ignore_index=-1)
-    (found,) = read_terms(loss.grad_fn)
-    assert (found.kind, found.rows, found.weighted) == ("mean", 51.5, True)
     losses = cross_entropy(logits, targets, ignore_index=-1, reduction="none")
-    (found,) = read_terms((losses.sum() / 4).grad_fn)
-    assert (found.factor, found.kind, found.rows) == (0.25, "sum", 4)
-    (found,) = read_terms((losses * torch.tensor([0, 0.5, 0.5, 0, 0.5])).sum().grad_fn)
-    assert (found.factor, found.kind, found.rows) == (0.5, "sum", 3)
-    kept = torch.tensor([False, True, True, False, True])
-    (found,) = read_terms((losses * kept).sum().grad_fn)
-    assert (found.factor, found.kind, found.rows) == (1.0, "sum", 3)
     total = cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
-    (found,) = read_terms((total / torch.tensor([4.0])).sum().grad_fn)
-    assert (found.factor, found.kind, found.rows) == (0.25, "sum", 4)
-    (found,) = read_terms((logits.square() / 7).sum().grad_fn)
-    assert (round(1 / found.factor), found.kind) == (7, "sum")
+    mask = torch.tensor([0, 0.5, 0.5, 0, 0.5])
     pair, rows = torch.stack([loss, losses.sum()]), torch.tensor([2.0, 4.0])
+    for one, *wanted in (
+        (loss, 1, "mean", 51.5, True),
+        (losses.sum() / 4, 0.25, "sum", 4, False),
+        ((losses * mask).sum(), 0.5, "sum", 3, False),
+        ((losses * (mask > 0)).sum(), 1, "sum", 3, False),
+        ((total / rows[1:]).sum(), 0.25, "sum", 4, False),
+        ((logits.square() / 8).sum(), 1 / 8, "sum", 5, False),
+        ((pair * logits.exp()[0, :2]).sum(), 1, "", 0, False),  # learned weights
+    ):
+        (found,) = terms(one.grad_fn)
+        assert [found.factor, found.kind, found.rows, found.weighted] == wanted
     first, second = pair / rows
     for whole in ((pair / rows).sum(), pair @ (1 / rows), first + second):
-        assert [x[:2] for x in read_terms(whole.grad_fn)] == [
-            (0.5, "mean"),
-            (0.25, "sum"),
-        ]
-    (found,) = read_terms((pair * logits.exp()[0, :2]).sum().grad_fn)
-    assert not found.kind  # learned weights
+        pairs = [(x.factor, x.kind) for x in terms(whole.grad_fn)]
+        assert pairs == [(0.5, "mean"), (0.25, "sum")]
     mask = (targets >= 0)[:, None].expand(5, 2)
     columns = (logits[:, :2] * mask).sum(0) / rows
-    assert [x[0] * x.rows for x in read_terms(columns.sum().grad_fn)] == [2, 1]
+    assert [x[0] * x.rows for x in terms(columns.sum().grad_fn)] == [2, 1]
     assert outer((3 * loss / 4).grad_fn) == [0.25, 3]
+    own = (0.7, "mean", 8, 1, 1), (0.04, "sum", 8, 4, 1)
+    told = judged(*steps(MEAN, terms=own)).verdicts[4].not_judged["mean_gradient"]
+    assert "0.7 x a mean, 0.04 x a sum; doctor cannot know" in told
 
 
 def test_what_a_validation_receives_is_not_in_a_loss():
@@ -527,9 +478,7 @@ def test_what_a_validation_receives_is_not_in_a_loss():
 
 def test_steps_without_an_optimizer(monkeypatch):
     """A change of the weights is a step; doctor compares ranks after as many collectives."""
-    moments, net, found = Moments(), torch.nn.Linear(2, 1), []
-    monkeypatch.setattr(recorder, "write", found.append)
-    monkeypatch.setattr(recorder, "step", 0)
+    moments, net, found = Moments(), torch.nn.Linear(2, 1), written(monkeypatch)
     moments.learn(net)
     for change in (0.0, 1.0):
         moments.begin_by_hand()
@@ -582,26 +531,24 @@ def test_what_no_optimizer_updates_is_compared(value, kind, wanted, words):
         assert ("after DDP has wrapped" in one.mend) == ("after" in words)
 
 
-@pytest.mark.parametrize(("start", "apart"), [(1, 0.1), (0, 0.1), (1, 2)])
-def test_statistics_that_each_rank_updates_by_its_own_samples(start, apart):
-    """A tensor that starts with zeros may be a sum that the script prints."""
-    first = [start * x for x in (1, 2, 3, 5)]
-    ranks = both(lambda r, n: [x + n * (1 + r * apart) for x in first], **CODES)
+@pytest.mark.parametrize(
+    ("name", "start", "rates", "wanted"),
+    [
+        ("Codes.c", 1, (1, 1.1), "broken"),
+        ("Codes.c", 0, (1, 1.1), "not judged"),  # it may be a sum that is printed
+        ("Codes.c", 1, (1, 3), "held"),
+        ("Codes.c", 1, (0, 1), "not judged"),
+        ("copy Net.w", 1, (0, 1), "not judged"),
+        ("f().c", 1, (0, 1), "held"),
+    ],
+)
+def test_statistics_that_ranks_update_by_their_own_samples(name, start, rates, wanted):
+    value = lambda r, n: [start * x + n * rates[r] for x in (1, 2, 3, 5)]  # noqa: E731
+    ranks = both(value, what="kept", names=[name])
     for own in ranks:
         own[0].moment = "first"
         own += states(*[[1.0]] * 12)
-    wanted = ("held" if apart > 1 else "broken") if start else "not judged"
     assert law(judged(*ranks), 4) == wanted
-
-
-@pytest.mark.parametrize(
-    ("name", "wanted"), [("Codes.c", 1), ("copy Net.w", 1), ("f().c", 0)]
-)
-def test_tensors_that_only_one_rank_updates_leave_a_doubt(name, wanted):
-    first = [1.0, 2, 3, 5]
-    ranks = both(lambda r, n: [x + n * r for x in first], what="kept", names=[name])
-    ranks = [own + states(*[[1.0]] * 12) for own in ranks]
-    assert law(judged(*ranks), 4) == ("not judged" if wanted else "held")
 
 
 @pytest.mark.parametrize("name", ["layer Net.b", "Net.b"])
@@ -613,12 +560,6 @@ def test_a_constant_of_a_layer_that_each_rank_draws_itself(name, moves):
     )
     report = judged(*(own + states(*[[1.0]] * 12) for own in ranks))
     assert named(report) == (DRIFTS if name[0] == "l" and not moves else {})
-
-
-@pytest.mark.parametrize("last", [True, False])
-def test_dropout_that_the_script_calls_itself(last):
-    own = [event(Dropped, n, training=n < 2 or last, place="a.py:5") for n in range(4)]
-    assert named(judged(own, own)) == ({} if last else {"eval_mode": "RISK"})
 
 
 class Part:
@@ -671,34 +612,38 @@ def test_tensors_of_the_scripts_objects_are_found():
     assert not [x for x in found.tensors({id(ema.bias): 0}) if "copy Linear" in x]
 
 
-def test_equal_names_are_numbered_alike_on_all_ranks(monkeypatch):
-    """The numbers agree even if only one rank has already freed an old network's weights."""
+def test_which_weights_are_compared(monkeypatch):
+    """Equal names have equal numbers, even if only one rank has freed an old network's weights."""
     old, new = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
     monkeypatch.setattr(Moments.here, "names", {id(old): "w", id(new): "w"})
-    watcher, known = Replicas(), {id(old): (0, weakref.ref(old))}
-    monkeypatch.setattr(Moments.here, "known", known)
+    watcher = Replicas()
+    known(monkeypatch, old)
     assert [*watcher.held()] == ["w"]
-    known[id(new)] = 1, weakref.ref(new)
+    numbers = known(monkeypatch, old, new)
     assert [*watcher.held()] == ["w", "w #2"]
-    del known[id(old)]
+    del numbers[id(old)]
     assert [*watcher.held()] == ["w #2"]
-
-
-def test_weights_that_the_script_updates_itself_are_compared(monkeypatch):
+    # Weights that the script updates itself
     network, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)  # without optimizer
     names = {id(x): name for name, x in network.named_parameters()}
     monkeypatch.setattr(Moments.here, "names", names)
     monkeypatch.setattr(Moments.here, "networks", {network: True, other: True})
-    known = {id(network.bias): (0, weakref.ref(network.bias))}
-    monkeypatch.setattr(Moments.here, "known", known)
+    known(monkeypatch, network.bias)
     assert [*Replicas().held()] == ["bias", "weight"]
-    for begin, wanted in ((0, "weights_drift"), (1, "weights_differ")):
-        first = [states([1 + rank * begin], moment="start") for rank in (0, 1)]
-        ranks = map(add, first, [states([1]), states([2])])
-        assert [*named(judged(*ranks))] == [wanted]
+    for other, wanted in ((1, "weights_drift"), (2, "weights_differ")):
+        first = states([1], moment="start"), states([other], moment="start")
+        found = judged(first[0] + states([1]), first[1] + states([2]))
+        assert [*named(found)] == [wanted]
 
 
-def test_networks_of_one_class_are_matched_by_their_tensors():
+def test_tensors_are_matched_by_their_names_and_networks_by_their_tensors():
+    ranks = [[event(Layout, buffers=names)] for names in (["a", "b"], ["b", "a"])]
+    assert named(judged(*ranks)) == {"names_differ": "WRONG"}
+    known = {"moment": "step", "what": "weights", "names": [*"abc"], "each": 1}
+    ranks = [[event(State, values=[1, 2, 3], **known)] for _ in range(2)]
+    for rank, own in enumerate(ranks):  # the first two weights have been freed
+        own += states([rank], moment="end", names=["a"])
+    assert not judged(*ranks).findings
     given = {"moment": "validation", "what": "Net"}
     for kind, wanted in ((1, {"buffers_differ": "RISK"}), (2, {})):
         ranks = states([1], kind=1, **given), states([2], kind=kind, **given)
@@ -707,37 +652,28 @@ def test_networks_of_one_class_are_matched_by_their_tensors():
         assert not named(judged(*ranks))
 
 
-@pytest.mark.parametrize("loads", [0, 1])
-def test_weights_that_only_a_load_makes_equal_have_drifted_apart(loads):
-    ranks = [[n + rank * (n % 4 > 0) for n in range(8)] for rank in (0, 1)]
-    ranks = [states(*([x] for x in own)) for own in ranks]
-    ranks[0] += [event(Resumed, 4)] * loads
-    wanted = {"weights_drift": "RISK" if loads else "note"}
-    assert named(judged(*ranks)) == wanted
-
-
-@pytest.mark.parametrize("rest", [0, 2])
-def test_tensors_that_a_script_restores_itself_are_not_judged(rest):
-    own = [event(Resumed, 1, path="a.pt", rest=rest)]
-    found = judged([*own, event(Opened, path="b", saved=True)], own)
-    assert not named(found) and law(found, 8) == ("not judged" if rest else "held")
-    told = " ".join(page(made(own, own), found).split())
-    assert ("2 tensors that no load_state_dict()" in told) == bool(rest)
+def test_weights_that_only_a_load_makes_equal_have_drifted_apart():
+    one, other = both(lambda r, n: [n + r * (n % 4 > 0)])
+    assert named(judged(one, other)) == {"weights_drift": "note"}
+    one += event(Resumed, 4), event(Resumed, 8)
+    assert named(judged(one, other)) == {"weights_drift": "RISK"}
 
 
 @pytest.mark.parametrize("used", [True, False])
 def test_a_file_that_is_only_read_restores_no_optimizer(used):
-    loaded, restored = (
-        event(Loaded, 1, place="a.py:3"),
-        event(Restored, 2, what="weights"),
-    )
-    found = judged([loaded, *[restored] * used], [])
+    restored = [event(Restored, 2, what="weights")] * used
+    found = judged([event(Loaded, 1, place="a.py:3"), *restored], [])
     assert named(found) == ({"not_restored": "RISK"} if used else {})
 
 
 @pytest.mark.parametrize("other", [1, 2])
-def test_files_and_optimizers_of_two_ranks(other):
+def test_files_and_states_of_two_ranks(other):
     """All ranks may put equal files in the same place; optimizers of parts get one state."""
+    own = [event(Resumed, 1, path="a.pt", rest=other - 1)]
+    found = judged([*own, event(Opened, path="b", saved=True)], own)
+    assert not named(found) and law(found, 8) == ("held", "not judged")[other - 1]
+    told = " ".join(page(made(own, own), found).split())
+    assert ("1 tensors that no load_state_dict()" in told) == (other > 1)
     ranks = [[event(Opened, path="a.pt", saved=True, mark=x)] for x in (1, other)]
     assert named(judged(*ranks)) == ({"several_save": "WRONG"} if other > 1 else {})
     own = {"what": "optimizer", "mark": 7, "place": "a.py:3"}
@@ -761,19 +697,8 @@ def test_a_package_may_write_where_the_script_wants(package, monkeypatch):
     assert [one.path for one in found] == ["/elsewhere/a.dat"] * (package == "numpy")
 
 
-def test_the_last_of_freed_weights_is_not_compared():
-    ranks = []
-    for rank in (0, 1):
-        own = states([rank], moment="end", names=["a"])
-        known = {"moment": "step", "what": "weights", "names": [*"abc"], "each": 1}
-        ranks.append([event(State, values=[1, 2, 3], **known), *own])
-    assert not judged(*ranks).findings
-
-
 def test_tensors_that_a_script_loads_itself_are_found(monkeypatch, tmp_path):
-    network, found = torch.nn.Linear(3, 3), []
-    monkeypatch.setattr(recorder, "write", found.append)
-    monkeypatch.setattr(recorder, "step", 0)
+    network, found = torch.nn.Linear(3, 3), written(monkeypatch)
     watcher, state = Resumes(), {"net": network.state_dict(), "m": torch.randn(9)}
     adam = torch.optim.Adam(network.parameters())
     state["v"] = [torch.randn(9)]
@@ -788,13 +713,10 @@ def test_tensors_that_a_script_loads_itself_are_found(monkeypatch, tmp_path):
 
 
 def test_weights_that_were_frozen_when_ddp_was_made():
-    ranks = steps(MEAN, names=["net.weight", "head.weight"])
-    for own, used in zip(ranks, SAMPLES, strict=True):
-        for one in own:
-            one.used = times(one.step + 1, used + MEAN)
-            one.local = [one.local[0] * 2]
-        own.insert(0, event(Layout, frozen=["net.weight"], place="a.py:3"))
-    (found,) = judged(*ranks).findings
+    given = {"names": ["net.weight", "head.weight"], "each": 4}
+    ranks = steps(lambda rank, n: SAMPLES[rank][:4] + MEAN[4:], **given)
+    layout = event(Layout, frozen=["net.weight"], place="a.py:3")
+    (found,) = judged(*([replace(layout), *own] for own in ranks)).findings
     assert found.check == "not_averaged" and "frozen when DDP was made" in found.what
     assert found.mend.startswith("Wrap the network in DDP again")
 
@@ -812,27 +734,16 @@ def test_passes_that_a_scaler_skips_are_not_lost(monkeypatch):
 
 def test_what_a_checkpoint_in_parts_holds(monkeypatch):
     """torch.distributed.checkpoint saves nested or flat states, and stores counts as tensors."""
-    network, written = torch.nn.Linear(2, 2), []
-    monkeypatch.setattr(recorder, "write", written.append)
+    network, found = torch.nn.Linear(2, 2), written(monkeypatch)
     monkeypatch.setattr(Moments.here, "networks", {network: True})
     state = {"model": network.state_dict(), "epoch": torch.tensor(2)}
     for more in ({}, {"optim": {"param_groups.0.lr": 0.1}}):
         app = {"app": state | more}
         Checkpoints().save_parts(lambda *_, **__: None, app, checkpoint_id="a/run")
-    assert [one.holds for one in written] == [[], ["optimizer"]]
-    assert all(one.counts and one.whole == 2 for one in written)
+    assert [one.holds for one in found] == [[], ["optimizer"]]
+    assert all(one.counts and one.whole == 2 for one in found)
     alone = torch.nn.BatchNorm1d(2).state_dict()
     assert Checkpoints().content(alone)["counts"] is False
-
-
-def test_the_parts_of_a_step_add_up():
-    names = "data forward backward communication optimizer validation saving".split()
-    spans = [(name, 0.0, 0.1 + 0.011 * n) for n, name in enumerate(names)]
-    job = made([event(Spans, n, wall=1.0, spans=spans, calls={}) for n in range(9)], [])
-    job.processes.pop()
-    text = " ".join(page(job, examine(job)).split())
-    shares = re.findall(r"(\d+)%", text.partition("A step on rank 0")[2])
-    assert len(shares) == 8 and sum(map(int, shares)) == 100
 
 
 def test_processes_without_a_group_train_alone():
@@ -846,7 +757,8 @@ def test_processes_without_a_group_train_alone():
     assert {law(report, n) for n in (1, 2, 3, 4, 5, 8)} == {"not judged"}
 
 
-def test_the_page_of_a_right_job_is_short_and_counts_what_was_not_judged():
+def test_the_page_of_a_right_job():
+    """It is short, counts what was not judged, and the parts of a step add up."""
     job = made(*steps(MEAN), steps=40)
     for one in (x for p in job.processes for x in p.of(Step)[38:]):
         one.watched = False
@@ -855,6 +767,12 @@ def test_the_page_of_a_right_job_is_short_and_counts_what_was_not_judged():
     assert len(lines) <= 30 and max(map(len, lines)) <= 80
     assert "38 optimizer steps watched (2 later ones only timed)" in text
     assert "No mistake was found: 2 of 10 laws held, 8 could not be judged" in text
+    names = "data forward backward communication optimizer validation saving".split()
+    spans = [(name, 0.0, 0.1 + 0.011 * n) for n, name in enumerate(names)]
+    job = made([event(Spans, n, wall=1.0, spans=spans, calls={}) for n in range(9)])
+    text = " ".join(page(job, examine(job)).split())
+    shares = re.findall(r"(\d+)%", text.partition("A step on rank 0")[2])
+    assert len(shares) == 8 and sum(map(int, shares)) == 100
 
 
 def test_a_script_that_finds_no_gpu_is_told_of_cpu():
