@@ -159,10 +159,9 @@ def need(events, why: str):
 
 def several(job: Job) -> None:
     """Raise NotJudged if the job has no group of several processes."""
-    if job.world_size < 2 or len(job.processes) < 2:
-        raise NotJudged("this needs at least two processes")
-    if not (job.of(Joins) or job.of(Rank)):
-        raise NotJudged("the processes train alone: see no_group")
+    together = job.world_size > 1 and len(job.processes) > 1
+    need(together, "this needs at least two processes")
+    need(job.of(Joins) or job.of(Rank), "the processes train alone: see no_group")
 
 
 def judge(job: Job, own: Check) -> Iterator[Breach | str]:

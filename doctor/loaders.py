@@ -183,9 +183,8 @@ class Loaders(Watcher):
         self.current, recorder.ticks = own, recorder.ticks + 1
         waiting = iterator.__dict__.get("_doctor_indices")
         index = waiting.popleft() if waiting else None
-        seconds = clock() - began
         subsets = iterator.__dict__["_doctor_subsets"]
-        quiet(self.read)(own, subsets, index, batch, seconds)
+        quiet(self.read)(own, subsets, index, batch, clock() - began)
         own.batches += 1
         return batch
 

@@ -1,7 +1,6 @@
 """Track a process's networks, passes and steps, and call the laws' watchers.
 
-This module detects each moment (see watcher.py) once and in order, so that all laws
-see the same steps.
+Each moment (see watcher.py) is detected once, so that all laws see the same steps.
 """
 
 import functools
@@ -94,8 +93,6 @@ class Moments(Watcher):
         wrap(own, "synchronize", functools.partial(self.collect, "synchronize"))
         waits.update(HOROVOD)
 
-    # --- names and weights ---
-
     def name(self, weight) -> str:
         """Return a weight's name in the outermost network, or its number and shape."""
         if id(weight) not in self.names:
@@ -130,8 +127,6 @@ class Moments(Watcher):
         weight = None if self.computes else reference()
         if recorder.watching and weight is not None and not traced():
             tell("on_gradient", weight, gradient)
-
-    # --- steps ---
 
     def before_step(self, optimizer, args: tuple, kwargs: dict):
         """Begin a step; with a closure, begin it after the closure's backward pass."""
@@ -258,8 +253,6 @@ class Moments(Watcher):
         self.learn(model)
         tell("on_wrap", model, place())
 
-    # --- networks ---
-
     def before_forward(self, module, inputs) -> None:
         # Calls inside a network are not checked again
         if torch.compiler.is_compiling() or threading.get_ident() != self.thread:
@@ -282,8 +275,6 @@ class Moments(Watcher):
             return
         recorder.ticks += 1
         tell("on_output", module, outputs, Loaders.here.next_read())
-
-    # --- processes ---
 
     def collect(self, name: str, call, /, *args, **kwargs):
         if self.collective:  # another collective calls this one

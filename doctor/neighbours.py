@@ -95,9 +95,6 @@ def few_of_each(rows) -> list[list[float]]:
     return [(one + [0] * 12)[:12] for one in flat[:, :12].tolist()]
 
 
-# --- what they show ---
-
-
 def inputs(job: Job) -> list[list[Input]]:
     """Return one network's first input in each step, for each rank."""
     every = need(job.of(Input), "no input was seen")

@@ -98,10 +98,8 @@ def quiet(method: Callable) -> Callable:
 
     @functools.wraps(method)
     def hook(*args, **kwargs):
-        try:
+        with contextlib.suppress(Exception):
             return method(*args, **kwargs)
-        except Exception:
-            return None
 
     return hook
 
@@ -186,9 +184,6 @@ def place(frame=None) -> str:
                 return where
             other = other or where
     return other
-
-
-# --- the start and the end of a process ---
 
 
 def excepthook(call, kind, error, trace) -> None:

@@ -62,7 +62,6 @@ def sync_batch_norm(
     from torch.distributed.nn.functional import _AllReduce  # has a gradient, no warning
 
     all_reduce = functools.partial(_AllReduce.apply, dist.ReduceOp.SUM, group)
-
     x = batch if batch.dtype == torch.float64 else batch.float()
     axes, shape = [0, *range(2, x.dim())], [1, -1, *[1] * (x.dim() - 2)]
     number = all_reduce(x.new_tensor(x.numel() / x.shape[1]))

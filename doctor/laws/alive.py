@@ -176,14 +176,8 @@ def lives(tensors: list) -> list[bool]:
     return [flag > 0 for (flag,) in numbers(flags)]
 
 
-# --- checks ---
-
-
 def latest(job) -> dict[str, list[Weight]]:
-    """Return {"a weight's name and number": its last events, one per rank}.
-
-    The first event is from a rank whose optimizer has the weight, if there is one.
-    """
+    """Return each weight's last events by name, those of ranks that train it first."""
     found = {}
     for process in job.processes:
         events, count = process.of(Weight), Counter()
@@ -240,8 +234,6 @@ def dead_weights(job):
         what, zero = f"{len(needed)} {never}", all(one.reached for one in needed)
         if zero:
             what = what.replace("never get a gradient", "get only zero gradients")
-        elif any(0 <= one.first < runs for one in needed):
-            what += " (weights in later layers do learn)"
         what += f": {names(needed)}"
         yield Breach(what, needed[0].place, facts=needed, mend=ZERO * zero)
     elif dead:

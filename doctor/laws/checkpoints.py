@@ -67,8 +67,6 @@ class Checkpoints(Watcher):
                 wrap(owner, name, self.save_parts)
         wrap(dcp.state_dict_saver, "_stateful_to_state_dict", self.collect)
 
-    # --- what the job has ---
-
     def audit(self, name: str, args: tuple) -> None:
         """Track files that the script copies or renames."""
         if name in ("shutil.copyfile", "os.rename"):
@@ -103,8 +101,6 @@ class Checkpoints(Watcher):
             for one in floats(result):
                 self.taken[one] = recorder.step, one._version, where, self.loads
         return result
-
-    # --- files ---
 
     def save(self, call, obj, f, *args, **kwargs):
         named = isinstance(f, (str, os.PathLike))
@@ -250,9 +246,6 @@ def bare(name) -> str:
     while str(name).startswith(PREFIXES):
         name = name.partition(".")[2]
     return str(name)
-
-
-# --- checks ---
 
 
 def checkpoints(job) -> list[tuple[str, list[Saved]]]:

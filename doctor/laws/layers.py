@@ -58,8 +58,7 @@ class Layers(Watcher):
             for owner, reference in self.results.get(id(one), ()):
                 if owner != id(module) and reference() is one:
                     self.ran[owner].returned = True
-            entry = id(module), weakref.ref(one)
-            self.results.setdefault(id(one), []).append(entry)
+            self.results.setdefault(id(one), []).append((id(module), weakref.ref(one)))
         if self.outer() is module:
             self.results.clear()
         needed = [one.requires_grad for one in tensors if one.is_floating_point()]

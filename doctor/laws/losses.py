@@ -229,9 +229,6 @@ def mask_of(node):
     return mask * 1 if mask is not None else None  # integers instead of booleans
 
 
-# --- what is read ---
-
-
 def known(entry: dict) -> list[Term]:
     """Return the means and sums that make up a pass's loss, without the loss scale."""
     found = [Term(*one) for one in entry.get("terms", ())]

@@ -46,11 +46,10 @@ def divided(one: Fit) -> bool:
 def counted(passes: list[dict]) -> bool:
     """Return whether each pass's loss consists of sums, all divided by one number."""
     lists = [known(entry) for entry in passes]
-    for found, entry in zip(lists, passes, strict=True):
-        if {x.kind for x in found} != {"sum"} or len(found) < len(
-            entry.get("terms", ())
-        ):
-            return False
+    counts = [len(entry.get("terms", ())) for entry in passes]
+    summed = all({x.kind for x in found} == {"sum"} for found in lists)
+    if not summed or counts != [*map(len, lists)]:
+        return False
     ratios = [[x.factor / (found[0].factor or 1) for x in found] for found in lists]
     return len({*map(len, ratios)}) == 1 and alike(ratios, 0.01)
 

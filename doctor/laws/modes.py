@@ -112,9 +112,6 @@ class Modes(Watcher):
                 recorder.write(event)
 
 
-# --- checks ---
-
-
 def layers(job) -> list[Mode]:
     """Return the last Mode event of each layer of rank 0's networks."""
     own = job.processes[0].of(Mode)
@@ -130,12 +127,10 @@ def frozen_in_train_mode(job):
     """
     frozen = [one for one in layers(job) if not (one.lives or one.moves)]
     bare = "train without gradients"  # with gradients, dropout may be right (LoRA)
+    least = max(3, job.watched / 2)  # steps
     for wanted, modes in (("batch norm", ("train", bare)), ("dropout", (bare,))):
-        found = []
-        for one in frozen:
-            steps = max(len(one.ran.get(mode, ())) for mode in modes)
-            if one.kind == wanted and steps >= max(3, job.watched / 2):
-                found.append(one)
+        own = [one for one in frozen if one.kind == wanted]
+        found = [x for x in own if any(len(x.ran.get(m, ())) >= least for m in modes)]
         if found:
             what = f"{len(found)} frozen {wanted} layers are in training mode"
             what += f", such as {found[0].name}"

@@ -221,9 +221,6 @@ class Passes(Watcher):
         self.passes = {x: one for x, one in self.passes.items() if x in kept}
 
 
-# --- checks ---
-
-
 @check(LAW, WRONG, effects=[weights_drift], read="lesson 5")
 def not_awaited(job):
     """A step uses gradients before all_reduce() has ended.

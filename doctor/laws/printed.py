@@ -80,25 +80,20 @@ def groups(job) -> list[Group]:
 
 
 def validated_once(process, trained: list[set]) -> set[int]:
-    """Return the steps after which a process validates without a loader.
-
-    It then uses more samples than a step, none twice (as Monte Carlo dropout does).
-    """
+    """Return the steps after which a process validates without a loader."""
     seen = {}
     for one in process.of(Measured):
         if one.what == "seen":
             seen.setdefault(one.after, []).extend(one.guesses)
     most = max(map(len, trained), default=inf)
     known = set().union(*trained)
+    # Monte Carlo dropout uses samples twice
     rows = {step: {*own} for step, own in seen.items() if len({*own}) == len(own)}
     return {step for step, own in rows.items() if len(own) > most and not own & known}
 
 
 def divided(job) -> int:
-    """Return the number by which the script divides its losses before backward().
-
-    It is 1 without a division, or 0 if it is unknown. It may be the number of ranks.
-    """
+    """Return the divisor of losses before backward(): 1 if none, 0 if it is unknown."""
     found, size, summed = Counter(), len(job.processes), False
     with suppress(NotJudged):
         summed = any([near(one.factor, size) for one in fits(job)])

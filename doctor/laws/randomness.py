@@ -134,9 +134,6 @@ def dropout(module) -> bool:
     return module.training and named and used
 
 
-# --- checks ---
-
-
 def draws(job, where: str) -> list[dict[tuple, Draw]]:
     """Return {key: draw} for each rank; draws with the same key are to be compared."""
     found = []

@@ -12,6 +12,7 @@ from ..moments import Moments
 from ..neighbours import Input, Targets
 from ..reads import feeds
 from ..record import STEPS, place, recorder, torch, wrap
+from ..results import LOSSES
 from ..results import Measured as Evaluated
 from ..sample import GOLDEN, numbers, picked
 from ..watcher import Watcher
@@ -21,9 +22,7 @@ from .samples import datasets_differ, where
 LAW = Law(2, "ranks", "Ranks are exchangeable")
 CAUSES = datasets_differ, other_network_differs
 FEWEST, BATCHES = 20, 8  # minimum numbers of passes and of distinct batches
-LOSSES = """cross_entropy nll_loss binary_cross_entropy mse_loss l1_loss huber_loss
-    smooth_l1_loss binary_cross_entropy_with_logits kl_div ctc_loss
-    triplet_margin_loss gaussian_nll_loss poisson_nll_loss""".split()
+MORE = "kl_div ctc_loss triplet_margin_loss gaussian_nll_loss poisson_nll_loss".split()
 
 
 class Measured(Event, limit=1000):
@@ -48,7 +47,7 @@ class Ranks(Watcher):
         self.pending = deque(maxlen=128)
 
     def hooks(self) -> None:
-        for name in LOSSES:
+        for name in LOSSES + MORE:
             wrap(torch.nn.functional, name, partial(self.loss, name))
 
     def keep(self, loader: int | None, values: dict) -> None:
@@ -148,9 +147,6 @@ def measured(name: str, tensor) -> dict:
     if tensor.dim() > 1:  # such as padded sequences
         found[f"length of {name}"] = few.new_full((), tensor[0].numel())
     return found
-
-
-# --- checks ---
 
 
 def series(job) -> dict[str, list[list[float]]]:

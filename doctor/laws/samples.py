@@ -89,9 +89,6 @@ def part(dataset) -> array | None:
     return array("q", map(int, chosen))
 
 
-# --- checks ---
-
-
 def undivided(job: Job) -> None:
     """Raise NotJudged if a network is divided between ranks."""
     for one in job.of(Divided)[:1]:

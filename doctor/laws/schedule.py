@@ -77,9 +77,6 @@ def length(scheduler) -> int | None:
     return getattr(scheduler, "T_max", getattr(scheduler, "total_steps", None))
 
 
-# --- checks ---
-
-
 @check(LAW, WRONG, effects=[weights_drift], read="pitfall 11")
 def learning_rates_differ(job):
     """The ranks have different learning rates.

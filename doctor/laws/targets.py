@@ -58,9 +58,6 @@ class Candidates(Watcher):
             recorder.write(Contrast(first=first, count=count, loss=loss, place=where))
 
 
-# --- checks ---
-
-
 @check(LAW, RISK, needs=[Contrast])
 def same_targets(job):
     """The targets of a loss over all ranks' candidates do not depend on the rank.

@@ -159,9 +159,6 @@ def time_table(job) -> dict[int, dict[str, float]]:
     }
 
 
-# --- checks ---
-
-
 def walls(job) -> float:
     """Return a step's median duration in seconds; raise NotJudged for short steps."""
     need(not job.emulated, "--cpu emulated the GPUs: times on real GPUs would differ")
