@@ -228,7 +228,6 @@ def tensors_drift(job):
 
     Update this tensor with equal numbers on every rank: all_reduce() or broadcast() all
     numbers, including those that are drawn at random or that replace unused entries.
-    Register a layer's constant as a buffer before DDP wraps the network.
     Not a mistake if: the ranks are meant to have their own values of this tensor.
     """
     states, found, unsure, layers = states_of(job, "first", "kept"), [], [], []
@@ -264,7 +263,8 @@ def tensors_drift(job):
         yield Breach(what, job.of(Step)[0].place)
     if layers:
         what = f"the ranks have different, constant numbers in {listed(sorted(layers))}"
-        yield Breach(what, job.of(Step)[0].place)
+        mend = "Register this tensor as a buffer before DDP wraps the network."
+        yield Breach(what, job.of(Step)[0].place, mend=mend)
     if unsure:
         text = "differ between the ranks, perhaps because they are each rank's own"
         raise Doubt(f"{listed(sorted(unsure))} {text}")
