@@ -127,8 +127,10 @@ class Draws(Watcher):
         known = not caller.startswith((*not_the_users(), LIBRARY)) and runs_normally()
         if known and recorder.watching and not recorder.full(Order):
             size, few = shuffled(things)
+            if size < MANY:
+                return
             last, self.last = self.last, (recorder.step, digest(few))
-            if size >= MANY and self.last != last:  # from_numpy() notes it again
+            if self.last != last:  # from_numpy() notes it again
                 recorder.write(Order(place=place(), size=size, value=self.last[1]))
 
     def generator(self, call, *args, **kwargs):
@@ -186,12 +188,14 @@ def shuffled(things) -> tuple[int, list]:
     """Return the number of shuffled things (0: unknown), and a few of them."""
     if hasattr(things, "tolist"):
         return len(things), numbers([torch.as_tensor(things)], 16)
-    if all(isinstance(one, (list, tuple)) for one in things):
-        inner = [*chain(*things)]
-        if {*inner} == {*range(len(inner))}:  # batches of indices count as these
-            things = inner
     few = [things[n] for n in positions(len(things), 16)]
-    plain = all(isinstance(one, (int, float, str, tuple)) for one in few)
+    lists = all(isinstance(one, (list, tuple)) for one in few)
+    if lists and all(isinstance(x, int) for x in chain(*few)) and len(things) < 10_000:
+        inner = [*chain(*things)]
+        if sorted(inner) == [*range(len(inner))]:  # batches of indices count as these
+            return len(inner), [inner[n] for n in positions(len(inner), 16)]
+    parts = [x for one in few for x in (one if isinstance(one, tuple) else (one,))]
+    plain = all(isinstance(x, (int, float, str)) for x in parts)
     return len(things) * plain, few
 
 
@@ -275,6 +279,8 @@ def between(process, one: Order, other: Order) -> tuple[int, int]:
     If other orders between them contain as many, return the number of these files, 1.
     """
     own = [x for x in process.of(Input) if one.step <= x.step < other.step]
+    if any(x.arguments for x in own):
+        return 0, 1  # perhaps each entry consists of two samples
     sizes = [len(x.rows) for x in own]
     parts = [x for x in process.of(Order) if one.time < x.time < other.time]
     samples, batch = sum(sizes), max(sizes, default=0)

@@ -74,7 +74,8 @@ class Results(Watcher):
         self.waiting = []  # measured tensors to read later
         self.inside = []  # losses that a network computes itself
         self.guesses, self.tries = [], 0  # predicted classes that have no labels yet
-        self.outputs = 0  # number of outputs measured
+        # The number of outputs, and whether gradients were enabled in the last one
+        self.outputs, self.learns = 0, False
         self.training = False  # see Measured
         self.best = None  # one of the guesses: the classes with the highest scores
         self.found = {}  # the last output whose predictions the script compared
@@ -174,7 +175,7 @@ class Results(Watcher):
 
     def on_output(self, network, outputs, batch) -> None:
         self.batch, self.guesses, self.tries = batch, [], 0
-        self.outputs += 1
+        self.outputs, self.learns = self.outputs + 1, torch.is_grad_enabled()
         inside, self.inside = self.inside, []
         if not self.keeps():
             return
@@ -242,7 +243,7 @@ class Results(Watcher):
     def on_metric(self, name: str, args: tuple, kwargs: dict, result) -> None:
         named = sorted((x for x in kwargs if x[:2] == "y_"), reverse=True)
         pair = [*args, *(kwargs[x] for x in named)][:2]  # y_true is the last name
-        if len(pair[0]) > LABELS:
+        if self.learns or recorder.full(Scored) or len(pair[0]) > LABELS:
             return
         truth, guesses = (torch.from_numpy(sys.modules["numpy"].array(x)) for x in pair)
         classes = not (truth.is_floating_point() or guesses.is_floating_point())

@@ -118,7 +118,7 @@ def watch(metrics) -> None:
         return wrapped
 
     for name in metrics.__all__:
-        with contextlib.suppress(Exception):  # a class without a signature
-            call = getattr(metrics, name)
-            if [*inspect.signature(call).parameters][0] == "y_true":
+        call = getattr(metrics, name, None)
+        if inspect.isfunction(call):
+            if [*inspect.signature(call).parameters][:1] == ["y_true"]:
                 setattr(metrics, name, told(name, call))

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import torch
 from played import Played, free_port
 from torch import nn
+from torchvision import models
 from torchvision.transforms.v2 import functional as V
 
 from common.arguments import build_parser, parse_arguments
@@ -113,6 +114,8 @@ NETS = {"small": small, "norm": norm, "drop": drop, "flat": flat}
 # In fp16, its first gradients are infinite, until the loss scale is lower
 NETS |= {"loud": partial(drop, times=30)}
 
+GET_MODEL = models.get_model
+
 # --- running a script ---
 
 
@@ -132,15 +135,10 @@ def parse(*flags) -> Namespace:
 
 def load_script(name: str, net: str | None):
     """Load a script as a module that trains one of the networks above."""
-    script = importlib.import_module(name)
+    models.get_model = GET_MODEL
     if net is not None:
-
-        def build(args: Namespace, classes, rank: int) -> nn.Module:
-            torch.manual_seed(args.seed)
-            return NETS[net](len(classes))
-
-        script.build_model = build
-    return script
+        models.get_model = lambda arch, num_classes: NETS[net](num_classes)
+    return importlib.import_module(name)
 
 
 def start(script, flags: list) -> None:
@@ -239,7 +237,7 @@ def recorded(name: str, runs: list, counted: bool = False) -> list[dict]:
     if `counted`, also the bytes of each all-reduce of gradients.
     """
     script = load_script(name, None)
-    build_model, build_datasets = script.build_model, script.build_datasets
+    build_datasets = script.build_datasets
     read, flip = SeededDataset.__getitem__, V.horizontal_flip
     key, found, end = None, {}, {}
 
@@ -292,7 +290,6 @@ def recorded(name: str, runs: list, counted: bool = False) -> list[dict]:
     came_to, sent = [], count_bytes(script) if counted else []
     for net, flags, stop, port in runs:
         os.environ["MASTER_PORT"] = str(port)  # the old store may still be closing
-        script.build_model = build_model
         load_script(name, net)
         found = {"crops": {}, "rates": [], "strides": [], "stop": stop}
         try:

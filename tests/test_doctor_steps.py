@@ -558,6 +558,7 @@ def test_a_constant_of_a_layer_that_each_rank_draws_itself(name, moves):
     ranks = both(
         lambda r, n: [x + r + n * moves for x in first], what="kept", names=[name]
     )
+    ranks = [[*own, event(Input, few=[], rows=[1])] for own in ranks]
     report = judged(*(own + states(*[[1.0]] * 12) for own in ranks))
     assert named(report) == (DRIFTS if name[0] == "l" and not moves else {})
 
@@ -691,7 +692,7 @@ def test_files_and_states_of_two_ranks(other):
 def test_a_package_may_write_where_the_script_wants(package, monkeypatch):
     found, space = [], {"__name__": f"{package}.files"}
     monkeypatch.setattr(recorder, "write", found.append)
-    code = "def write(audit): audit('open', ('/elsewhere/a.dat', '', 2))"
+    code = "def write(audit): audit('open', ('/elsewhere/a.dat', '', 66))"
     exec(compile(code, f"/a/site-packages/{package}.py", "exec"), space)
     space["write"](Files().audit)
     assert [one.path for one in found] == ["/elsewhere/a.dat"] * (package == "numpy")

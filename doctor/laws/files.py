@@ -36,9 +36,9 @@ class Files(Watcher):
         """Record a file opened for writing; Python calls this for all audit events."""
         if name == "open" and isinstance(args[2], int) and args[2] & WRITES:
             with contextlib.suppress(Exception):
-                self.opened(args[0])
+                self.opened(args[0], args[2] & (os.O_CREAT | os.O_TRUNC))
 
-    def opened(self, file) -> None:
+    def opened(self, file, creates: int) -> None:
         if not isinstance(file, (str, os.PathLike)) or recorder.full(Opened):
             return
         path, frame = os.path.abspath(os.fsdecode(file)), sys._getframe(2)
@@ -50,7 +50,9 @@ class Files(Watcher):
         if standard and not module.startswith(THROUGH):
             return  # such as code that PyTorch has compiled
         inside = os.path.relpath(path)
-        outside = inside.startswith("..") and not module.startswith(WRITERS)
+        outside = inside.startswith("..") and not (
+            creates and module.startswith(WRITERS)
+        )
         known = outside or any(one in inside for one in CACHES)
         if not (installed and known):
             recorder.write(Opened(path=path, place=place(frame)))

@@ -54,9 +54,12 @@ class Modes(Watcher):
 
     def dropout(self, call, input, p=0.5, training=True, *args, **kwargs):
         result = call(input, p, training, *args, **kwargs)
-        by_layer = sys._getframe(2).f_code.co_filename.startswith(not_the_users())
+        caller = sys._getframe(2)
+        by_layer = caller.f_code.co_filename.startswith(not_the_users())
         if p and recorder.watching and torch.is_grad_enabled() and not by_layer:
-            recorder.write(Dropped(training=bool(training), place=place()))
+            # A module in training mode chooses the mode of its dropout itself
+            own = getattr(caller.f_locals.get("self"), "training", False)
+            recorder.write(Dropped(training=bool(training or own), place=place()))
         return result
 
     def on_output(self, network, outputs, batch) -> None:

@@ -10,6 +10,7 @@ from statistics import median
 from ..job import Job
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, NotJudged, check, need
 from ..moments import Step
+from ..neighbours import Input
 from ..objects import COPY, LAYER
 from .checkpoints import Saved
 from .meeting import collectives_differ
@@ -241,7 +242,8 @@ def tensors_drift(job):
         fixed = all(x == values[0] for x in values) and not any(same[:1])
         if name.startswith(LAYER) and fixed and len(values) > 2:
             sure = states[0][0] == own[0][0] == 1 and len({*values[0][0]}) > 3
-            (layers if sure else unsure).append(name)  # unsure: a cache, or a mask
+            # Unsure: a cache, a mask, or samples
+            (layers if sure and job.of(Input) else unsure).append(name)
         count = sum(a != b for a, b in pairwise(values[:agreed]))
         if name.startswith(COPY) and not any(same[-5:]) and len(same) > 9:
             unsure.append(name)  # perhaps only one rank's copy is used

@@ -200,8 +200,9 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
         reads = [x for one in epochs for own in one.all for x in own]
         what = f"{len(short)} passes over the loader end early; the passes read "
         what += f"{len(reads):,} samples, {len({*reads}):,} distinct ones"
-        single = all(len(x) == 1 for one in epochs for x in one.ranks)
-        need(single and len(reads) > 2 * len({*reads}), what)
+        firsts = [tuple(map(tuple, own)) for one in epochs for own in one.ranks]
+        single = {*map(len, firsts)} == {1}
+        need(single and len(firsts) > 2 * len({*firsts}), what)
         yield Breach(what, place, mend=AGAIN)
         return
     if epochs[0].whole and short:

@@ -151,8 +151,8 @@ def scored(line: Printed, rank: int, rows: list[tuple[Scored]]) -> Iterator[tupl
     for (one,) in rows:
         groups[one.name, one.place].append(one)
     for name, text in others(line.text):
-        fits = set()
-        for (call, _), every in groups.items():
+        fits, split = set(), SPLITS.findall(line.text.partition(text)[0])
+        for (call, _), every in groups.items() if split[-1:] != ["train"] else ():
             ranks = [[x for x in every if x.rank == n] for n in {x.rank for x in every}]
             own = [x.value for x in every]
             means = [fmean(x.value for x in one) for one in ranks]
