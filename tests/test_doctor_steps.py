@@ -56,12 +56,10 @@ def made(*ranks, steps=4, **step):
     processes = []
     for rank, own in enumerate(ranks):
         start = event(Start, parent="a-1", host="a", environment={})
-        events = [start, Rank(own=rank, world_size=len(ranks)), *own]
         step |= {"rates": [0.1], "watched": True}
-        events += [event(Step, n, **step) for n in range(steps)]
-        events.append(Exit())
-        for one in events:
-            one.rank = rank
+        taken = [event(Step, n, **step) for n in range(steps)]
+        events = start, Rank(own=rank, world_size=len(ranks)), *own, *taken, Exit()
+        events = [replace(one, rank=rank) for one in events]
         processes.append(Process(rank, len(ranks), events))
     return Job(processes, status=0)
 
@@ -81,7 +79,7 @@ def named(report):
 
 def law(report, number):
     """Return a law's state: held, broken or not judged."""
-    return next(x.state for x in report.verdicts if x.law.number == number)
+    return report.verdicts[number - 1].state
 
 
 def one_pass(terms=((1.0, "mean", 8, 1, 1),), **values):
@@ -263,13 +261,19 @@ def test_equal_findings_are_named_once(monkeypatch):
     assert [one.what for one in judged([]).findings] == ["a", "b"]
 
 
-def test_the_advice_on_no_sync_and_on_a_prepared_scheduler():
+def test_the_advice_on_ddp_and_on_a_prepared_scheduler():
     """One script sets DDP's flag only after forward(); accelerate steps a scheduler per process."""
     passes = {"forwards": [True]}, {"forwards": [False]}
     ranks = steps(lambda rank, n: SAMPLES[rank], passes)
     found = judged(*([event(Layout), *own] for own in ranks)).findings
     mends = {one.check: one.mend for one in found}
     assert "require_backward_grad_sync before forward()" in mends["not_averaged"]
+    given = {"names": ["net.weight", "head.weight"], "each": 4}
+    ranks = steps(lambda rank, n: SAMPLES[rank][:4] + MEAN[4:], **given)
+    layout = event(Layout, frozen=["net.weight"])
+    (found,) = judged(*([layout, *own] for own in ranks)).findings
+    assert found.check == "not_averaged" and "frozen when DDP was made" in found.what
+    assert found.mend.startswith("Wrap the network in DDP again")
     plan = {"type": "LambdaLR", "planned": 4, "taken": 8}
     for planned, advice in ((4, "accelerator"), (8, "load_state_dict")):
         found = judged(*[[event(Schedule, 4, made=planned, **plan)]] * 2).findings
@@ -556,7 +560,7 @@ def test_statistics_that_ranks_update_by_their_own_samples(name, start, rates, w
 def test_a_constant_of_a_layer_that_each_rank_draws_itself(name, moves):
     first = [1.0, 2, 3, 5]
     ranks = both(
-        lambda r, n: [x + r + n * moves for x in first], what="kept", names=[name]
+        lambda r, n: plus(first, [r + n * moves] * 4), **CODES | {"names": [name]}
     )
     report = judged(*(own + states(*[[1.0]] * 12) for own in ranks))
     assert named(report) == (DRIFTS if name[0] == "l" and not moves else {})
@@ -689,8 +693,7 @@ def test_files_and_states_of_two_ranks(other):
 
 @pytest.mark.parametrize("package", ["numpy", "another"])
 def test_a_package_may_write_where_the_script_wants(package, monkeypatch):
-    found, space = [], {"__name__": f"{package}.files"}
-    monkeypatch.setattr(recorder, "write", found.append)
+    found, space = written(monkeypatch), {"__name__": f"{package}.files"}
     code = "def write(audit): audit('open', ('/elsewhere/a.dat', '', 2))"
     exec(compile(code, f"/a/site-packages/{package}.py", "exec"), space)
     space["write"](Files().audit)
@@ -710,15 +713,6 @@ def test_tensors_that_a_script_loads_itself_are_found(monkeypatch, tmp_path):
     watcher.on_input(network, [])
     (one,) = [x for x in found if isinstance(x, Resumed)]
     assert one.rest == 2
-
-
-def test_weights_that_were_frozen_when_ddp_was_made():
-    given = {"names": ["net.weight", "head.weight"], "each": 4}
-    ranks = steps(lambda rank, n: SAMPLES[rank][:4] + MEAN[4:], **given)
-    layout = event(Layout, frozen=["net.weight"], place="a.py:3")
-    (found,) = judged(*([replace(layout), *own] for own in ranks)).findings
-    assert found.check == "not_averaged" and "frozen when DDP was made" in found.what
-    assert found.mend.startswith("Wrap the network in DDP again")
 
 
 def test_passes_that_a_scaler_skips_are_not_lost(monkeypatch):
