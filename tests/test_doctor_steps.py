@@ -38,7 +38,8 @@ from doctor.page import explanation, page
 from doctor.record import recorder
 
 SAMPLES = [[1.0, -2, 3, 0.5, 7, 2, -1, 4], [2.0, 1, -1, 4, 0.3, -6, 5, 2]]  # gradients
-MEAN = [(one + other) / 2 for one, other in zip(*SAMPLES, strict=True)]
+SAMPLES = torch.tensor(SAMPLES, dtype=torch.float64)
+MEAN = SAMPLES.mean(0)
 EMPTY = {"str": "", "int": 0, "float": 0.0, "bool": False}
 
 
@@ -100,11 +101,13 @@ def steps(used, passes=({},), own=({}, {}), **values):
     for rank, sample in enumerate(SAMPLES):
         found = []
         for n in range(4):
-            turned = [sample[p:] + sample[:p] for p in range(len(passes))]
-            row = {"local": [times(n + 1, x) for x in turned], "each": 8}
-            row["used"] = times(n + 1, used(rank, n) if callable(used) else used)
+            turned = [(n + 1) * sample.roll(-p) for p in range(len(passes))]
+            step = (n + 1) * (used(rank, n) if callable(used) else used)
+            row = {"local": [x.tolist() for x in turned], "used": step.tolist()}
             row["passes"] = [one_pass(loss) | one | own[rank] for one in passes]
-            found.append(event(Update, n, **{"names": ["net.weight"]} | row | values))
+            found.append(
+                event(Update, n, **{"names": ["net.weight"], "each": 8} | row | values)
+            )
         ranks.append(found)
     return ranks
 
@@ -131,16 +134,6 @@ def known(monkeypatch, *weights):
     return numbers
 
 
-def plus(*vectors):
-    """Return the sum of vectors."""
-    return [sum(values) for values in zip(*vectors, strict=True)]
-
-
-def times(factor, vector):
-    """Multiply a vector by a number."""
-    return [factor * x for x in vector]
-
-
 def divided(*counts, weighted=False):
     """Return the ranks' losses, which are means over their counts of samples or weights."""
     return [{"terms": [(1.0, "mean", x, 1, 1, weighted)]} for x in counts]
@@ -153,24 +146,21 @@ def several(*factors):
     return [{"terms": row, "sums": own} for row in rows]
 
 
-TURNED = MEAN[1:] + MEAN[:1]
-BOTH, PAIR = plus(MEAN, TURNED), ({}, {})  # two passes
+BOTH, PAIR = MEAN + MEAN.roll(-1), ({}, {})  # two passes
 LEFT = steps(BOTH, PAIR)
-for own, more in zip(LEFT, steps(times(3, MEAN), [*PAIR, {"epoch": 1}]), strict=True):
+for own, more in zip(LEFT, steps(3 * MEAN, [*PAIR, {"epoch": 1}]), strict=True):
     own[2] = more[2]
 SHARE = steps(MEAN)
 for one in SHARE[0] + SHARE[1]:  # 5 times a term's mean
     one.passes[0]["terms"] = [(5.0 / (one.step + 2), "sum", one.step + 2, 1, 1)]
-DOUBLED = steps(MEAN[:4] + times(2, MEAN)[4:], each=4, names=["a", "b"])
+DOUBLED = steps(torch.cat([MEAN[:4], 2 * MEAN[4:]]), each=4, names=["a", "b"])
 ALONE = steps(MEAN, each=1, names=[*"abcdefgh"])
 for one in ALONE[0] + ALONE[1]:
     one.used[1] *= 0.3 + 0.1 * one.step
-SHARES = [times(0.1 + 0.1 * n, SAMPLES[0]) for n in range(4)]
-CLIPPED = steps(lambda _, n: plus(SHARES[n], times(0.45, SAMPLES[1])))
+CLIPPED = steps(lambda _, n: (0.1 + 0.1 * n) * SAMPLES[0] + 0.45 * SAMPLES[1])
 SUM = ((1.0, "sum", 8, 20, 1),)  # of 8 x 20 numbers
 ONE, HALF, THIRD = (((x, "mean", 8, 1, 1),) for x in (1.0, 1 / 2, 1 / 3))
-TWICE = plus(times(2, MEAN), TURNED)
-THIRDS = plus(times(2 / 3, SAMPLES[0]), times(1 / 3, SAMPLES[1]))
+TWICE, THIRDS = MEAN + BOTH, (2 * SAMPLES[0] + SAMPLES[1]) / 3
 UNREAD = ((1.0, ""),)
 TOTAL = {"terms": [(x / 17, "sum", 8, 1, 1) for x in (1.0, 2.0)], "sums": [3.0, 34.0]}
 COUNTED = {"terms": [(1 / 16, "sum", 8, 1, 1)], "sums": [16.0]}
@@ -181,7 +171,7 @@ OWN, JOINT = several([1 / 8, 1 / 4, 1 / 3], [1 / 8, 1 / 6, 1]), [1 / 8, 1 / 5, 1
 HEAVY, EQUAL = (divided(x, 10.0, weighted=True) for x in (40.0, 12.0))
 RECEIVED = {"received": "a.py:8"}
 GATHERED = RECEIVED | {"gathered": ("a.py:8", True)}
-LOW = several(*[times(0.5, JOINT)] * 2)
+LOW = several(*[[x / 2 for x in JOINT]] * 2)
 SINGLE = steps(MEAN, own=OWN)
 for n, own in enumerate(SINGLE):  # a batch has as many samples
     own.append(event(Input, rows=[n, n + 10, n + 20]))
@@ -189,11 +179,11 @@ for n, own in enumerate(SINGLE):  # a batch has as many samples
 GRADIENTS = {
     "a mean": ("held", steps(MEAN)),
     "two passes": ("held", steps(BOTH, PAIR)),
-    "sums divided by the ranks": ("held", steps(times(2, MEAN), terms=HALF)),
+    "sums divided by the ranks": ("held", steps(2 * MEAN, terms=HALF)),
     "an unreadable loss": ("not judged", steps(MEAN, terms=UNREAD)),
     "a loss divided by 3": ("not judged", steps(MEAN, terms=THIRD)),
     "a loss divided by the ranks": ("loss_scale", steps(MEAN, terms=HALF)),
-    "a sum of gradients": ("summed", steps(times(2, MEAN))),
+    "a sum of gradients": ("summed", steps(2 * MEAN)),
     "rank 0's gradient": ("mean_gradient", steps(SAMPLES[0])),
     "a summed loss": ("summed_loss", steps(MEAN, terms=SUM)),
     "a heavy mean over the rank's targets": ("not judged", SHARE),
@@ -214,7 +204,7 @@ GRADIENTS = {
     "sums of class weights": ("unequal_means", steps(MEAN, own=HEAVY)),
     "nearly equal weights": ("not judged", steps(MEAN, own=EQUAL)),
     "gradients that each rank clips": ("mean_gradient", CLIPPED),
-    "a loss scale": ("not judged", steps(times(2**-16, MEAN), terms=UNREAD)),
+    "a loss scale": ("not judged", steps(2**-16 * MEAN, terms=UNREAD)),
     "weights for other sizes": ("held", steps(THIRDS, own=divided(8, 4))),
     "a gather": ("gathered_without_gradient", steps(MEAN, [GATHERED])),
     "tensors of other ranks": ("not judged", steps(MEAN, [RECEIVED])),
@@ -244,7 +234,7 @@ def test_the_shares_of_nearly_equal_gradients():
 def test_a_law_is_broken_by_the_effect_of_another_one():
     """If nothing averages the gradients, the replicas drift apart, and two laws are broken."""
     ranks = steps(lambda rank, n: SAMPLES[rank])
-    for own, used in zip(ranks, SAMPLES, strict=True):
+    for own, used in zip(ranks, SAMPLES.tolist(), strict=True):
         own += states(*([n * used[0]] for n in range(4)))
         kept = ([n + used[0] * (n > 5)] for n in range(12))  # an effect's effect
         own += states(*kept, what="kept", names=["Codes.sum"])
@@ -269,7 +259,7 @@ def test_the_advice_on_ddp_and_on_a_prepared_scheduler():
     mends = {one.check: one.mend for one in found}
     assert "require_backward_grad_sync before forward()" in mends["not_averaged"]
     given = {"names": ["net.weight", "head.weight"], "each": 4}
-    ranks = steps(lambda rank, n: SAMPLES[rank][:4] + MEAN[4:], **given)
+    ranks = steps(lambda rank, n: torch.cat([SAMPLES[rank][:4], MEAN[4:]]), **given)
     layout = event(Layout, frozen=["net.weight"])
     (found,) = judged(*([layout, *own] for own in ranks)).findings
     assert found.check == "not_averaged" and "frozen when DDP was made" in found.what
@@ -558,10 +548,8 @@ def test_statistics_that_ranks_update_by_their_own_samples(name, start, rates, w
 @pytest.mark.parametrize("name", ["layer Net.b", "Net.b"])
 @pytest.mark.parametrize("moves", [0, 1])
 def test_a_constant_of_a_layer_that_each_rank_draws_itself(name, moves):
-    first = [1.0, 2, 3, 5]
-    ranks = both(
-        lambda r, n: plus(first, [r + n * moves] * 4), **CODES | {"names": [name]}
-    )
+    value, own = [1.0, 2, 3, 5], {"what": "kept", "names": [name]}
+    ranks = both(lambda r, n: [x + r + n * moves for x in value], **own)
     report = judged(*(own + states(*[[1.0]] * 12) for own in ranks))
     assert named(report) == (DRIFTS if name[0] == "l" and not moves else {})
 
