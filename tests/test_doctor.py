@@ -174,9 +174,8 @@ def test_a_lab_is_named_and_its_solution_is_right(lab, tmp_path):
 
 OURS = "--image-size 32 --max-steps 6 --epochs 1 -b 48 -j 2 --print-interval 3"
 OURS = f"{OURS} --output run".split()
-STRATEGIES = ["dataparallel", "distributed", "multiprocessing_distributed"]
-STRATEGIES = [("plain", "plain", ""), *((x, x, "") for x in STRATEGIES)]
-STRATEGIES.append(("horovod_distributed", "horovod_distributed", "horovod"))
+STRATEGIES = "plain dataparallel distributed multiprocessing_distributed"
+STRATEGIES = [(x, x, x) for x in f"{STRATEGIES} horovod_distributed".split()]
 
 
 @pytest.mark.parametrize("name", cases(STRATEGIES))

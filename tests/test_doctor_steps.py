@@ -493,7 +493,9 @@ def both(value, **more):
 
 
 TEACHER = {"moment": "other", "what": "Net"}
-CODES = {"what": "kept", "names": ["Codes.code"]}
+CODES, PLAIN, LAYERS = (
+    {"what": "kept", "names": [x]} for x in ("Codes.code", "Net.b", "layer Net.b")
+)
 COPIED, DRIFTS = {"other_network_differs": "RISK"}, {"tensors_drift": "RISK"}
 
 
@@ -506,52 +508,41 @@ def test_an_optimizer_may_have_parts_of_a_networks_weights(moves):
     assert law(found, 4) == ("not judged" if moves else "broken")
 
 
-@pytest.mark.parametrize(
-    ("value", "kind", "wanted", "words"),
-    [
+def test_what_no_optimizer_updates_is_compared():
+    """A teacher may be copied before DDP exists, or one rank alone may update it."""
+    for value, kind, wanted, words in (
         (lambda r, n: [1], TEACHER, {}, ""),
         (lambda r, n: [1 + r], TEACHER, COPIED, "after DDP has wrapped"),
         (lambda r, n: [1 + r * (n > 1)], TEACHER, COPIED, "equal until step 2"),
         (lambda r, n: [n + r], CODES, {}, ""),  # such as a rank's samples
         (lambda r, n: [n + r * (n > 5)], CODES, DRIFTS, ""),
-    ],
-)
-def test_what_no_optimizer_updates_is_compared(value, kind, wanted, words):
-    """A teacher may be copied before DDP exists, or one rank alone may update it."""
-    found = judged(*both(value, **kind))
-    assert named(found) == wanted
-    for one in found.findings if words else ():
-        assert ("equal until step 2" in one.what) == ("equal" in words)
-        assert ("after DDP has wrapped" in one.mend) == ("after" in words)
+        # A constant of a layer, which each rank may draw itself
+        (lambda r, n: [1.0 + r, 2 + r, 3 + r, 5 + r], PLAIN, {}, ""),
+        (lambda r, n: [1.0 + r, 2 + r, 3 + r, 5 + r], LAYERS, DRIFTS, ""),
+        (lambda r, n: [x + r + n for x in (1.0, 2, 3, 5)], LAYERS, {}, ""),
+    ):
+        found = judged(*(own + states(*[[1.0]] * 12) for own in both(value, **kind)))
+        assert named(found) == wanted
+        for one in found.findings if words else ():
+            assert ("equal until step 2" in one.what) == ("equal" in words)
+            assert ("after DDP has wrapped" in one.mend) == ("after" in words)
 
 
-@pytest.mark.parametrize(
-    ("name", "start", "rates", "wanted"),
-    [
+def test_statistics_that_ranks_update_by_their_own_samples():
+    for name, start, rates, wanted in (
         ("Codes.c", 1, (1, 1.1), "broken"),
         ("Codes.c", 0, (1, 1.1), "not judged"),  # it may be a sum that is printed
         ("Codes.c", 1, (1, 3), "held"),
         ("Codes.c", 1, (0, 1), "not judged"),
         ("copy Net.w", 1, (0, 1), "not judged"),
         ("f().c", 1, (0, 1), "held"),
-    ],
-)
-def test_statistics_that_ranks_update_by_their_own_samples(name, start, rates, wanted):
-    value = lambda r, n: [start * x + n * rates[r] for x in (1, 2, 3, 5)]  # noqa: E731
-    ranks = both(value, what="kept", names=[name])
-    for own in ranks:
-        own[0].moment = "first"
-        own += states(*[[1.0]] * 12)
-    assert law(judged(*ranks), 4) == wanted
-
-
-@pytest.mark.parametrize("name", ["layer Net.b", "Net.b"])
-@pytest.mark.parametrize("moves", [0, 1])
-def test_a_constant_of_a_layer_that_each_rank_draws_itself(name, moves):
-    value, own = [1.0, 2, 3, 5], {"what": "kept", "names": [name]}
-    ranks = both(lambda r, n: [x + r + n * moves for x in value], **own)
-    report = judged(*(own + states(*[[1.0]] * 12) for own in ranks))
-    assert named(report) == (DRIFTS if name[0] == "l" and not moves else {})
+    ):
+        value = lambda r, n: [start * x + n * rates[r] for x in (1, 2, 3, 5)]  # noqa: B023, E731
+        ranks = both(value, what="kept", names=[name])
+        for own in ranks:
+            own[0].moment = "first"
+            own += states(*[[1.0]] * 12)
+        assert law(judged(*ranks), 4) == wanted
 
 
 class Part:
