@@ -63,13 +63,12 @@ def each(kind, ranks):
 
 def fed(order, epochs=1, stream=False, whole=9, **more):
     """Return the events of a rank that reads batches of eight, and `whole` epochs to their ends."""
-    opened = {"sampler": "DistributedSampler", "samples": 64, "place": "a.py:9"} | more
+    opened = {"sampler": "DistributedSampler", "samples": 64, "stream": stream} | more
     found, repeats = [], opened["sampler"] == "WeightedRandomSampler"
     feed = {"divides": not (stream or repeats), "shuffles": True, "repeats": repeats}
-    opened |= {"stream": stream, "type": "D"}
     for epoch in range(epochs):
         own = {"loader": 0, "epoch": epoch}
-        found += [event(Epoch, **own, **opened), event(Feed, **own, **feed)]
+        found += [event(Epoch, **own, **opened, type="D"), event(Feed, **own, **feed)]
         read = order[epoch] if isinstance(order[0], list) else order
         for number in range(count := len(read) // 8):
             rows = array("q", read[8 * number : 8 * number + 8])
@@ -125,9 +124,8 @@ def test_the_samples_of_all_epochs():
         (lambda x: [x, x[::-1]], {"stream": True}, "not judged", ""),
         (lambda x: [x[:16], x[8:24], x[16:]], {"stream": True}, "left_out", "32 disti"),
     ):
-        ranks = map(epochs, HALVES)
-        found = report(*(fed(own, len(own), **more) for own in ranks), steps=0)
-        broken = law(found, 1) == "broken"
+        ranks = [fed(own, len(own), **more) for own in map(epochs, HALVES)]
+        broken = law(found := report(*ranks, steps=0), 1) == "broken"
         assert [*named(found)] == [wanted] if broken else law(found, 1) == wanted
         assert told in f"{found.findings} {found.verdicts[0].evidence}"
 
@@ -255,7 +253,6 @@ def loop(order, noise=0.1):
 ORDERS = [random.Random(seed).sample(range(480), 480) for seed in range(3)]
 FIRST, SECOND, THIRD = ([one[rank::2] for rank in (0, 1)] for one in ORDERS)
 EVEN, ODD = ([*range(n, 240, 2)] for n in (0, 1))
-FILES = [*range(120)], [*range(120, 240)]
 NEXT = [[ORDERS[0][n + n // 12 * 12 + k] for n in range(228)] for k in (0, 3)]
 AGAIN = [[one[n + (n % 6 == 0)] for n in range(480)] for one in ORDERS[:2]]
 
@@ -270,7 +267,7 @@ def test_the_samples_of_a_loop():
         (map(add, FIRST, [SECOND[0], THIRD[1]]), 0, {"left_out"}, ""),
         ([EVEN + EVEN, ODD + ODD], 0, set(), ""),
         ([EVEN + EVEN, ODD + EVEN], 0, {"same_samples"}, "steps 11 to 20, 10 of 10"),
-        ([FILES[0] + FILES[1], FILES[1] + FILES[0]], 0, set(), ""),
+        ([[*range(240)], [*range(120, 240), *range(120)]], 0, set(), ""),
         (AGAIN, 0, set(), "several times"),  # in a batch
         # The same order from another position: one batch, 3 samples, 5 batches
         ([ORDERS[0][:240], ORDERS[0][12:252]], 0, {"left_out"}, "sample 13 of a"),
@@ -346,8 +343,7 @@ def test_tokens_that_mean_something_else_on_each_rank_are_named(moved):
             values = array("d", [float(sum(x) > 186) for x in few])
             few = [[(x + moved * rank) % 30 + 1 for x in one] for one in few]
             rows = array("q", [8 * step + 999 * rank + n for n in range(8)])
-            given = {"rows": rows, "few": few, "whole": True, "place": "a.py:6"}
-            own.append(event(Input, step, **given))
+            own.append(event(Input, step, rows=rows, few=few, whole=True))
             own.append(Targets(count=8, values=values, step=step))
         ranks.append(own)
     assert named(report(*ranks)) == ({"meanings_differ"} if moved else set())
@@ -648,11 +644,12 @@ def test_a_share_of_repeated_samples_is_named():
 
 def test_gradients_of_other_weights_are_named():
     def mixed(*ranks):
-        events = []
+        events, own = [], {"names": ["a.weight", "b.weight"], "passes": [one_pass()]}
         for names in ranks:
             used = [sum(map(ord, x)) * 10.0 + n for x in names for n in range(8)]
-            own = {"names": ["a.weight", "b.weight"], "each": 8, "passes": [one_pass()]}
-            events.append([event(Update, k, **own, used=used) for k in range(4)])
+            events.append(
+                [event(Update, k, **own, each=8, used=used) for k in range(4)]
+            )
         return [*mixed_gradients.function(made(*events))]
 
     assert not mixed("ab", "ab") and not mixed("ab", "ac")
