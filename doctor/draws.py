@@ -127,11 +127,10 @@ class Draws(Watcher):
         known = not caller.startswith((*not_the_users(), LIBRARY)) and runs_normally()
         if known and recorder.watching and not recorder.full(Order):
             size, few = shuffled(things)
-            if size < MANY:
-                return
-            last, self.last = self.last, (recorder.step, digest(few))
-            if self.last != last:  # from_numpy() notes it again
-                recorder.write(Order(place=place(), size=size, value=self.last[1]))
+            now = (recorder.step, digest(few)) if size >= MANY else self.last
+            last, self.last = self.last, now
+            if now != last:  # from_numpy() notes it again
+                recorder.write(Order(place=place(), size=size, value=now[1]))
 
     def generator(self, call, *args, **kwargs):
         result = call(*args, **kwargs)

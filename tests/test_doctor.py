@@ -22,10 +22,9 @@ import doctor.laws  # noqa: F401  its checks
 
 MODES = {path.stem: path for path in sorted(ROOT.glob("tests/doctor/modes/*.py"))}
 MISTAKES = read_mutations((ROOT / "tests" / "doctor" / "mistakes.txt").read_text())
+PLANTED = [(m.name, m, (ROOT / "tests/doctor" / m.file).read_text()) for m in MISTAKES]
 FACTS = runpy.run_path(str(ROOT / "tutorial" / "labs" / "lab.py"))["labs"]()
-LABS = {n: x for n, x in FACTS.items() if x.doctor != "-" and n != "30"}
-LABS = [pytest.param(x, id=n) for n, x in LABS.items()]
-LABS.append(pytest.param(FACTS["30"], id="30", marks=pytest.mark.horovod))
+LABS = [(n, x, "horovod" * (n == "30")) for n, x in FACTS.items() if x.doctor != "-"]
 QUICK = {"plain", "spawn"}  # the others only run with --full
 # Several mistakes that one script contains
 TOGETHER = {
@@ -114,10 +113,7 @@ def test_nothing_is_wrong_with_a_right_script(path, tmp_path):
     assert path.stem != "steps" or not found, found
 
 
-@pytest.mark.parametrize(
-    "mistake",
-    cases((m.name, m, (ROOT / "tests/doctor" / m.file).read_text()) for m in MISTAKES),
-)
+@pytest.mark.parametrize("mistake", cases(PLANTED))
 def test_a_mistake_is_named(mistake, tmp_path):
     path = ROOT / "tests" / "doctor" / mistake.file
     text = path.read_text()
@@ -157,8 +153,7 @@ def test_what_was_found_in_public_scripts_is_named_in_ours():
     assert len(sections) == 4
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("lab", LABS)
+@pytest.mark.parametrize("lab", cases(LABS))
 def test_a_lab_is_named_and_its_solution_is_right(lab, tmp_path):
     path = ROOT / "tutorial" / "labs" / lab.script
     broken, solved = tmp_path / "broken", tmp_path / "tutorial" / "labs"
@@ -174,9 +169,8 @@ def test_a_lab_is_named_and_its_solution_is_right(lab, tmp_path):
 
 OURS = "--image-size 32 --max-steps 6 --epochs 1 -b 48 -j 2 --print-interval 3"
 OURS = f"{OURS} --output run".split()
-STRATEGIES = ["dataparallel", "distributed", "multiprocessing_distributed"]
-STRATEGIES = [("plain", "plain", ""), *((x, x, "") for x in STRATEGIES)]
-STRATEGIES.append(("horovod_distributed", "horovod_distributed", "horovod"))
+STRATEGIES = "plain dataparallel distributed multiprocessing_distributed"
+STRATEGIES = [(x, x, x) for x in f"{STRATEGIES} horovod_distributed".split()]
 
 
 @pytest.mark.parametrize("name", cases(STRATEGIES))

@@ -38,7 +38,8 @@ from doctor.page import explanation, page
 from doctor.record import recorder
 
 SAMPLES = [[1.0, -2, 3, 0.5, 7, 2, -1, 4], [2.0, 1, -1, 4, 0.3, -6, 5, 2]]  # gradients
-MEAN = [(one + other) / 2 for one, other in zip(*SAMPLES, strict=True)]
+SAMPLES = torch.tensor(SAMPLES, dtype=torch.float64)
+MEAN = SAMPLES.mean(0)
 EMPTY = {"str": "", "int": 0, "float": 0.0, "bool": False}
 
 
@@ -56,12 +57,10 @@ def made(*ranks, steps=4, **step):
     processes = []
     for rank, own in enumerate(ranks):
         start = event(Start, parent="a-1", host="a", environment={})
-        events = [start, Rank(own=rank, world_size=len(ranks)), *own]
         step |= {"rates": [0.1], "watched": True}
-        events += [event(Step, n, **step) for n in range(steps)]
-        events.append(Exit())
-        for one in events:
-            one.rank = rank
+        taken = [event(Step, n, **step) for n in range(steps)]
+        events = start, Rank(own=rank, world_size=len(ranks)), *own, *taken, Exit()
+        events = [replace(one, rank=rank) for one in events]
         processes.append(Process(rank, len(ranks), events))
     return Job(processes, status=0)
 
@@ -81,7 +80,7 @@ def named(report):
 
 def law(report, number):
     """Return a law's state: held, broken or not judged."""
-    return next(x.state for x in report.verdicts if x.law.number == number)
+    return report.verdicts[number - 1].state
 
 
 def one_pass(terms=((1.0, "mean", 8, 1, 1),), **values):
@@ -102,11 +101,13 @@ def steps(used, passes=({},), own=({}, {}), **values):
     for rank, sample in enumerate(SAMPLES):
         found = []
         for n in range(4):
-            turned = [sample[p:] + sample[:p] for p in range(len(passes))]
-            row = {"local": [times(n + 1, x) for x in turned], "each": 8}
-            row["used"] = times(n + 1, used(rank, n) if callable(used) else used)
+            turned = [(n + 1) * sample.roll(-p) for p in range(len(passes))]
+            step = (n + 1) * (used(rank, n) if callable(used) else used)
+            row = {"local": [x.tolist() for x in turned], "used": step.tolist()}
             row["passes"] = [one_pass(loss) | one | own[rank] for one in passes]
-            found.append(event(Update, n, **{"names": ["net.weight"]} | row | values))
+            found.append(
+                event(Update, n, **{"names": ["net.weight"], "each": 8} | row | values)
+            )
         ranks.append(found)
     return ranks
 
@@ -133,16 +134,6 @@ def known(monkeypatch, *weights):
     return numbers
 
 
-def plus(*vectors):
-    """Return the sum of vectors."""
-    return [sum(values) for values in zip(*vectors, strict=True)]
-
-
-def times(factor, vector):
-    """Multiply a vector by a number."""
-    return [factor * x for x in vector]
-
-
 def divided(*counts, weighted=False):
     """Return the ranks' losses, which are means over their counts of samples or weights."""
     return [{"terms": [(1.0, "mean", x, 1, 1, weighted)]} for x in counts]
@@ -155,25 +146,20 @@ def several(*factors):
     return [{"terms": row, "sums": own} for row in rows]
 
 
-TURNED = MEAN[1:] + MEAN[:1]
-BOTH, PAIR = plus(MEAN, TURNED), ({}, {})  # two passes
+BOTH, PAIR = MEAN + MEAN.roll(-1), ({}, {})  # two passes
 LEFT = steps(BOTH, PAIR)
-for own, more in zip(LEFT, steps(times(3, MEAN), [*PAIR, {"epoch": 1}]), strict=True):
+for own, more in zip(LEFT, steps(3 * MEAN, [*PAIR, {"epoch": 1}]), strict=True):
     own[2] = more[2]
 SHARE = steps(MEAN)
 for one in SHARE[0] + SHARE[1]:  # 5 times a term's mean
     one.passes[0]["terms"] = [(5.0 / (one.step + 2), "sum", one.step + 2, 1, 1)]
-DOUBLED = steps(MEAN[:4] + times(2, MEAN)[4:], each=4, names=["a", "b"])
+DOUBLED = steps(torch.cat([MEAN[:4], 2 * MEAN[4:]]), each=4, names=["a", "b"])
 ALONE = steps(MEAN, each=1, names=[*"abcdefgh"])
 for one in ALONE[0] + ALONE[1]:
     one.used[1] *= 0.3 + 0.1 * one.step
-SHARES = [times(0.1 + 0.1 * n, SAMPLES[0]) for n in range(4)]
-CLIPPED = steps(lambda _, n: plus(SHARES[n], times(0.45, SAMPLES[1])))
-SUM = ((1.0, "sum", 8, 20, 1),)  # of 8 x 20 numbers
+CLIPPED = steps(lambda _, n: (0.1 + 0.1 * n) * SAMPLES[0] + 0.45 * SAMPLES[1])
 ONE, HALF, THIRD = (((x, "mean", 8, 1, 1),) for x in (1.0, 1 / 2, 1 / 3))
-TWICE = plus(times(2, MEAN), TURNED)
-THIRDS = plus(times(2 / 3, SAMPLES[0]), times(1 / 3, SAMPLES[1]))
-UNREAD = ((1.0, ""),)
+TWICE, THIRDS = MEAN + BOTH, (2 * SAMPLES[0] + SAMPLES[1]) / 3
 TOTAL = {"terms": [(x / 17, "sum", 8, 1, 1) for x in (1.0, 2.0)], "sums": [3.0, 34.0]}
 COUNTED = {"terms": [(1 / 16, "sum", 8, 1, 1)], "sums": [16.0]}
 LOSSES = {"place": "a.py:0"}, {"place": "a.py:1"}
@@ -181,9 +167,8 @@ COUNTS = [[(1.0 / x, "sum", 8, 1, 1), (2.0 / x, "sum", 8, 4, 1)] for x in (20, 1
 COUNTS = [{"terms": x} for x in COUNTS]  # two terms, divided by the same number
 OWN, JOINT = several([1 / 8, 1 / 4, 1 / 3], [1 / 8, 1 / 6, 1]), [1 / 8, 1 / 5, 1 / 2]
 HEAVY, EQUAL = (divided(x, 10.0, weighted=True) for x in (40.0, 12.0))
-RECEIVED = {"received": "a.py:8"}
-GATHERED = RECEIVED | {"gathered": ("a.py:8", True)}
-LOW = several(*[times(0.5, JOINT)] * 2)
+GATHERED = {"received": "a.py:8", "gathered": ("a.py:8", True)}
+LOW = several(*[[x / 2 for x in JOINT]] * 2)
 SINGLE = steps(MEAN, own=OWN)
 for n, own in enumerate(SINGLE):  # a batch has as many samples
     own.append(event(Input, rows=[n, n + 10, n + 20]))
@@ -191,13 +176,13 @@ for n, own in enumerate(SINGLE):  # a batch has as many samples
 GRADIENTS = {
     "a mean": ("held", steps(MEAN)),
     "two passes": ("held", steps(BOTH, PAIR)),
-    "sums divided by the ranks": ("held", steps(times(2, MEAN), terms=HALF)),
-    "an unreadable loss": ("not judged", steps(MEAN, terms=UNREAD)),
+    "sums divided by the ranks": ("held", steps(2 * MEAN, terms=HALF)),
+    "an unreadable loss": ("not judged", steps(MEAN, terms=[(1.0, "")])),
     "a loss divided by 3": ("not judged", steps(MEAN, terms=THIRD)),
     "a loss divided by the ranks": ("loss_scale", steps(MEAN, terms=HALF)),
-    "a sum of gradients": ("summed", steps(times(2, MEAN))),
+    "a sum of gradients": ("summed", steps(2 * MEAN)),
     "rank 0's gradient": ("mean_gradient", steps(SAMPLES[0])),
-    "a summed loss": ("summed_loss", steps(MEAN, terms=SUM)),
+    "a summed loss": ("summed_loss", steps(MEAN, terms=((1.0, "sum", 8, 20, 1),))),
     "a heavy mean over the rank's targets": ("not judged", SHARE),
     "a loss divided by all samples": ("summed_loss", steps(MEAN, [COUNTED])),
     "a sum in a bucket": ("mean_gradient", DOUBLED),
@@ -216,10 +201,10 @@ GRADIENTS = {
     "sums of class weights": ("unequal_means", steps(MEAN, own=HEAVY)),
     "nearly equal weights": ("not judged", steps(MEAN, own=EQUAL)),
     "gradients that each rank clips": ("mean_gradient", CLIPPED),
-    "a loss scale": ("not judged", steps(times(2**-16, MEAN), terms=UNREAD)),
+    "a loss scale": ("not judged", steps(2**-16 * MEAN, terms=[(1.0, "")])),
     "weights for other sizes": ("held", steps(THIRDS, own=divided(8, 4))),
     "a gather": ("gathered_without_gradient", steps(MEAN, [GATHERED])),
-    "tensors of other ranks": ("not judged", steps(MEAN, [RECEIVED])),
+    "tensors of other ranks": ("not judged", steps(MEAN, [{"received": "a.py:8"}])),
 }
 
 
@@ -246,7 +231,7 @@ def test_the_shares_of_nearly_equal_gradients():
 def test_a_law_is_broken_by_the_effect_of_another_one():
     """If nothing averages the gradients, the replicas drift apart, and two laws are broken."""
     ranks = steps(lambda rank, n: SAMPLES[rank])
-    for own, used in zip(ranks, SAMPLES, strict=True):
+    for own, used in zip(ranks, SAMPLES.tolist(), strict=True):
         own += states(*([n * used[0]] for n in range(4)))
         kept = ([n + used[0] * (n > 5)] for n in range(12))  # an effect's effect
         own += states(*kept, what="kept", names=["Codes.sum"])
@@ -258,18 +243,23 @@ def test_a_law_is_broken_by_the_effect_of_another_one():
 
 
 def test_equal_findings_are_named_once(monkeypatch):
-    breaches = [Breach("a"), Breach("a"), Breach("b")]
-    monkeypatch.setattr(CHECKS["no_group"], "function", lambda _: iter(breaches))
+    monkeypatch.setattr(CHECKS["no_group"], "function", lambda _: map(Breach, "aab"))
     assert [one.what for one in judged([]).findings] == ["a", "b"]
 
 
-def test_the_advice_on_no_sync_and_on_a_prepared_scheduler():
+def test_the_advice_on_ddp_and_on_a_prepared_scheduler():
     """One script sets DDP's flag only after forward(); accelerate steps a scheduler per process."""
     passes = {"forwards": [True]}, {"forwards": [False]}
     ranks = steps(lambda rank, n: SAMPLES[rank], passes)
     found = judged(*([event(Layout), *own] for own in ranks)).findings
     mends = {one.check: one.mend for one in found}
     assert "require_backward_grad_sync before forward()" in mends["not_averaged"]
+    given = {"names": ["net.weight", "head.weight"], "each": 4}
+    ranks = steps(lambda rank, n: torch.cat([SAMPLES[rank][:4], MEAN[4:]]), **given)
+    layout = event(Layout, frozen=["net.weight"])
+    (found,) = judged(*([layout, *own] for own in ranks)).findings
+    assert found.check == "not_averaged" and "frozen when DDP was made" in found.what
+    assert found.mend.startswith("Wrap the network in DDP again")
     plan = {"type": "LambdaLR", "planned": 4, "taken": 8}
     for planned, advice in ((4, "accelerator"), (8, "load_state_dict")):
         found = judged(*[[event(Schedule, 4, made=planned, **plan)]] * 2).findings
@@ -499,7 +489,8 @@ def both(value, **more):
 
 
 TEACHER = {"moment": "other", "what": "Net"}
-CODES = {"what": "kept", "names": ["Codes.code"]}
+KEPT = "Codes.code", "Net.b", "layer Net.b"
+CODES, PLAIN, LAYERS = ({"what": "kept", "names": [x]} for x in KEPT)
 COPIED, DRIFTS = {"other_network_differs": "RISK"}, {"tensors_drift": "RISK"}
 
 
@@ -512,55 +503,44 @@ def test_an_optimizer_may_have_parts_of_a_networks_weights(moves):
     assert law(found, 4) == ("not judged" if moves else "broken")
 
 
-@pytest.mark.parametrize(
-    ("value", "kind", "wanted", "words"),
-    [
+def test_what_no_optimizer_updates_is_compared():
+    """A teacher may be copied before DDP exists, or one rank alone may update it."""
+    for value, kind, wanted, words in (
         (lambda r, n: [1], TEACHER, {}, ""),
         (lambda r, n: [1 + r], TEACHER, COPIED, "after DDP has wrapped"),
         (lambda r, n: [1 + r * (n > 1)], TEACHER, COPIED, "equal until step 2"),
         (lambda r, n: [n + r], CODES, {}, ""),  # such as a rank's samples
         (lambda r, n: [n + r * (n > 5)], CODES, DRIFTS, ""),
-    ],
-)
-def test_what_no_optimizer_updates_is_compared(value, kind, wanted, words):
-    """A teacher may be copied before DDP exists, or one rank alone may update it."""
-    found = judged(*both(value, **kind))
-    assert named(found) == wanted
-    for one in found.findings if words else ():
-        assert ("equal until step 2" in one.what) == ("equal" in words)
-        assert ("after DDP has wrapped" in one.mend) == ("after" in words)
+        # A constant of a layer, which each rank may draw itself
+        (lambda r, n: [1.0 + r, 2 + r, 3 + r, 5 + r], PLAIN, {}, ""),
+        (lambda r, n: [1.0 + r, 2 + r, 3 + r, 5 + r], LAYERS, DRIFTS, ""),
+        (lambda r, n: [x + r + n for x in (1.0, 2, 3, 5)], LAYERS, {}, ""),
+    ):
+        ranks = [own + states(*[[1.0]] * 12) for own in both(value, **kind)]
+        for rank, own in enumerate(ranks):
+            own.append(event(Input, few=[], rows=[rank]))
+        found = judged(*ranks)
+        assert named(found) == wanted
+        for one in found.findings if words else ():
+            assert ("equal until step 2" in one.what) == ("equal" in words)
+            assert ("after DDP has wrapped" in one.mend) == ("after" in words)
 
 
-@pytest.mark.parametrize(
-    ("name", "start", "rates", "wanted"),
-    [
+def test_statistics_that_ranks_update_by_their_own_samples():
+    for name, start, rates, wanted in (
         ("Codes.c", 1, (1, 1.1), "broken"),
         ("Codes.c", 0, (1, 1.1), "not judged"),  # it may be a sum that is printed
         ("Codes.c", 1, (1, 3), "held"),
         ("Codes.c", 1, (0, 1), "not judged"),
         ("copy Net.w", 1, (0, 1), "not judged"),
         ("f().c", 1, (0, 1), "held"),
-    ],
-)
-def test_statistics_that_ranks_update_by_their_own_samples(name, start, rates, wanted):
-    value = lambda r, n: [start * x + n * rates[r] for x in (1, 2, 3, 5)]  # noqa: E731
-    ranks = both(value, what="kept", names=[name])
-    for own in ranks:
-        own[0].moment = "first"
-        own += states(*[[1.0]] * 12)
-    assert law(judged(*ranks), 4) == wanted
-
-
-@pytest.mark.parametrize("name", ["layer Net.b", "Net.b"])
-@pytest.mark.parametrize("moves", [0, 1])
-def test_a_constant_of_a_layer_that_each_rank_draws_itself(name, moves):
-    first = [1.0, 2, 3, 5]
-    ranks = both(
-        lambda r, n: [x + r + n * moves for x in first], what="kept", names=[name]
-    )
-    ranks = [[*own, event(Input, few=[], rows=[1])] for own in ranks]
-    report = judged(*(own + states(*[[1.0]] * 12) for own in ranks))
-    assert named(report) == (DRIFTS if name[0] == "l" and not moves else {})
+    ):
+        value = lambda r, n: [start * x + n * rates[r] for x in (1, 2, 3, 5)]  # noqa: B023, E731
+        ranks = both(value, what="kept", names=[name])
+        for own in ranks:
+            own[0].moment = "first"
+            own += states(*[[1.0]] * 12)
+        assert law(judged(*ranks), 4) == wanted
 
 
 class Part:
@@ -635,6 +615,10 @@ def test_which_weights_are_compared(monkeypatch):
         first = states([1], moment="start"), states([other], moment="start")
         found = judged(first[0] + states([1]), first[1] + states([2]))
         assert [*named(found)] == [wanted]
+    one, other = both(lambda r, n: [n + r * (n % 4 > 0)])  # equal again later
+    assert named(judged(one, other)) == {"weights_drift": "note"}
+    one += event(Resumed, 4), event(Resumed, 8)  # by a load alone
+    assert named(judged(one, other)) == {"weights_drift": "RISK"}
 
 
 def test_tensors_are_matched_by_their_names_and_networks_by_their_tensors():
@@ -653,20 +637,6 @@ def test_tensors_are_matched_by_their_names_and_networks_by_their_tensors():
         assert not named(judged(*ranks))
 
 
-def test_weights_that_only_a_load_makes_equal_have_drifted_apart():
-    one, other = both(lambda r, n: [n + r * (n % 4 > 0)])
-    assert named(judged(one, other)) == {"weights_drift": "note"}
-    one += event(Resumed, 4), event(Resumed, 8)
-    assert named(judged(one, other)) == {"weights_drift": "RISK"}
-
-
-@pytest.mark.parametrize("used", [True, False])
-def test_a_file_that_is_only_read_restores_no_optimizer(used):
-    restored = [event(Restored, 2, what="weights")] * used
-    found = judged([event(Loaded, 1, place="a.py:3"), *restored], [])
-    assert named(found) == ({"not_restored": "RISK"} if used else {})
-
-
 @pytest.mark.parametrize("other", [1, 2])
 def test_files_and_states_of_two_ranks(other):
     """All ranks may put equal files in the same place; optimizers of parts get one state."""
@@ -682,6 +652,11 @@ def test_files_and_states_of_two_ranks(other):
     assert named(judged(*ranks)) == ({"one_ranks_state": "RISK"} if other > 1 else {})
     ranks = [[event(Begins, states=x, place="a.py:3")] for x in (1, 2 - other)]
     assert named(judged(*ranks)) == ({"not_restored": "RISK"} if other > 1 else {})
+    restored = [event(Restored, 2, what="weights")] * (
+        other - 1
+    )  # or a file is only read
+    ranks = [event(Loaded, 1, place="a.py:3"), *restored], []
+    assert named(judged(*ranks)) == ({"not_restored": "RISK"} if other > 1 else {})
     ranks = [[event(Opened, path="/a/sample.png", place="a.py:5")] for _ in range(2)]
     assert named(judged(*ranks)) == {"several_write": "RISK"}  # perhaps by a library
     ranks[1].append(event(Start, parent="b-1", host="b", environment={}))
@@ -690,8 +665,7 @@ def test_files_and_states_of_two_ranks(other):
 
 @pytest.mark.parametrize("package", ["numpy", "another"])
 def test_a_package_may_write_where_the_script_wants(package, monkeypatch):
-    found, space = [], {"__name__": f"{package}.files"}
-    monkeypatch.setattr(recorder, "write", found.append)
+    found, space = written(monkeypatch), {"__name__": f"{package}.files"}
     code = "def write(audit): audit('open', ('/elsewhere/a.dat', '', 66))"
     exec(compile(code, f"/a/site-packages/{package}.py", "exec"), space)
     space["write"](Files().audit)
@@ -711,15 +685,6 @@ def test_tensors_that_a_script_loads_itself_are_found(monkeypatch, tmp_path):
     watcher.on_input(network, [])
     (one,) = [x for x in found if isinstance(x, Resumed)]
     assert one.rest == 2
-
-
-def test_weights_that_were_frozen_when_ddp_was_made():
-    given = {"names": ["net.weight", "head.weight"], "each": 4}
-    ranks = steps(lambda rank, n: SAMPLES[rank][:4] + MEAN[4:], **given)
-    layout = event(Layout, frozen=["net.weight"], place="a.py:3")
-    (found,) = judged(*([replace(layout), *own] for own in ranks)).findings
-    assert found.check == "not_averaged" and "frozen when DDP was made" in found.what
-    assert found.mend.startswith("Wrap the network in DDP again")
 
 
 def test_passes_that_a_scaler_skips_are_not_lost(monkeypatch):
