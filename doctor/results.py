@@ -74,8 +74,8 @@ class Results(Watcher):
         self.waiting = []  # measured tensors to read later
         self.inside = []  # losses that a network computes itself
         self.guesses, self.tries = [], 0  # predicted classes that have no labels yet
-        # The number of outputs, and whether gradients were enabled in the last one
-        self.outputs, self.learns = 0, False
+        self.outputs, self.learns = 0, False  # number of outputs; the last has a graph
+        self.left = 100 * LABELS  # number of labels that on_metric() may still read
         self.training = False  # see Measured
         self.best = None  # one of the guesses: the classes with the highest scores
         self.found = {}  # the last output whose predictions the script compared
@@ -243,7 +243,8 @@ class Results(Watcher):
     def on_metric(self, name: str, args: tuple, kwargs: dict, result) -> None:
         named = sorted((x for x in kwargs if x[:2] == "y_"), reverse=True)
         pair = [*args, *(kwargs[x] for x in named)][:2]  # y_true is the last name
-        if self.learns or recorder.full(Scored) or len(pair[0]) > LABELS:
+        self.left -= len(pair[0]) * (not self.learns)
+        if self.learns or self.left < 0 or recorder.full(Scored):
             return
         truth, guesses = (torch.from_numpy(sys.modules["numpy"].array(x)) for x in pair)
         classes = not (truth.is_floating_point() or guesses.is_floating_point())

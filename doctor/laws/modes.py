@@ -57,8 +57,8 @@ class Modes(Watcher):
         caller = sys._getframe(2)
         by_layer = caller.f_code.co_filename.startswith(not_the_users())
         if p and recorder.watching and torch.is_grad_enabled() and not by_layer:
-            # A module in training mode chooses the mode of its dropout itself
-            own = getattr(caller.f_locals.get("self"), "training", False)
+            own = next(iter(caller.f_locals.values()), None)  # self may choose the mode
+            own = getattr(own, "training", False)
             recorder.write(Dropped(training=bool(training or own), place=place()))
         return result
 

@@ -242,8 +242,7 @@ def tensors_drift(job):
         fixed = all(x == values[0] for x in values) and not any(same[:1])
         if name.startswith(LAYER) and fixed and len(values) > 2:
             sure = states[0][0] == own[0][0] == 1 and len({*values[0][0]}) > 3
-            # Unsure: a cache, a mask, or samples
-            (layers if sure and job.of(Input) else unsure).append(name)
+            (layers if sure and job.of(Input) else unsure).append(name)  # or a cache
         count = sum(a != b for a, b in pairwise(values[:agreed]))
         if name.startswith(COPY) and not any(same[-5:]) and len(same) > 9:
             unsure.append(name)  # perhaps only one rank's copy is used
