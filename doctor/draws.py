@@ -136,7 +136,7 @@ class Draws(Watcher):
         result = call(*args, **kwargs)
         if recorder.watching and not recorder.full(Made):
             recorder.write(Made(state=state_of(result), place=place()))
-        known = any(one is result for one in args)
+        known = any(one is result for one in (*args, *kwargs.values()))
         return result if known else self.kind(result.bit_generator)
 
     def draw(self, name: str, call, /, *args, **kwargs):

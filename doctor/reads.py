@@ -206,8 +206,8 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
         samples = len({*chain(*(one.part for one in first))})
     # A dataset may grow, as in active learning
     begun = [x for x in job.processes[0].of(Epoch) if x.loader == own.loader]
-    whole = samples == own.samples and not own.stream
-    now = {x.epoch: x.samples for x in begun if whole}
+    all_samples = samples == own.samples and not own.stream
+    now = {x.epoch: x.samples for x in begun if all_samples}
     key = "ids" if own.stream and named([*chain(*chain(*lists))]) else "rows"
     before = lists
     lists, done = resumed(lists, done)

@@ -117,8 +117,6 @@ def watch(metrics) -> None:
         wrapped.__module__ = metrics.__name__  # where pickle finds it
         return wrapped
 
-    for name in metrics.__all__:
-        call = getattr(metrics, name, None)
-        if inspect.isfunction(call):
-            if [*inspect.signature(call).parameters][:1] == ["y_true"]:
-                setattr(metrics, name, told(name, call))
+    for name, call in inspect.getmembers(metrics, inspect.isfunction):
+        if [*inspect.signature(call).parameters][:1] == ["y_true"]:
+            setattr(metrics, name, told(name, call))

@@ -755,8 +755,7 @@ def test_metrics_of_parts_of_the_data():
 
 
 def test_results_of_metrics_are_recorded(monkeypatch):
-    found, names = written(monkeypatch), ["f1", "rand", "int"]
-    metrics = SimpleNamespace(__name__="metrics", __all__=names, int=int)
+    found, metrics = written(monkeypatch), SimpleNamespace(__name__="metrics", int=int)
     metrics.f1 = lambda y_true, y_pred, average="": 0.5
     metrics.rand = lambda labels_true, labels_pred: 0.5
     watch(metrics)

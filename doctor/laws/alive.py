@@ -214,7 +214,8 @@ def dead_weights(job):
     for number in sorted({x.optimizer for x in dead} - {x.optimizer for x in alive}):
         own = [one for one in dead if one.optimizer == number]
         dead = [one for one in dead if one.optimizer != number]
-        what = f"all {len(own)} gradients of an optimizer are zero: {names(own)}"
+        what = f"all {len(own)} weights of an optimizer have no gradient or zero "
+        what += f"gradients: {names(own)}"
         yield Breach(what, own[0].place or job.of(Step)[0].place, facts=own)
     runs = max((one.first for one in alive), default=-1)
     if lost(job):  # then an optimizer may have the weights of an old head
@@ -248,7 +249,8 @@ def dead_weights(job):
         moved = [change for x in half for change in x.changes]
         few = len(moved) > 19 and sum(moved) < len(moved) / 4
         if few:
-            what, still = "most elements of 16-bit weights", half
+            what = f"{moved.count(False)} of {len(moved)} sampled elements of 16-bit "
+            what, still = f"{what}weights", half
         if few or (still and all(x.half and x.alive > 9 for x in still)):
             text = f"{text} in {steps} steps: {names(still)}"
             own = [x for x in job.of(Step) if x.optimizer == still[0].optimizer]

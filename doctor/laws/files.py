@@ -50,9 +50,8 @@ class Files(Watcher):
         if standard and not module.startswith(THROUGH):
             return  # such as code that PyTorch has compiled
         inside = os.path.relpath(path)
-        outside = inside.startswith("..") and not (
-            creates and module.startswith(WRITERS)
-        )
+        writes = creates and module.startswith(WRITERS)
+        outside = inside.startswith("..") and not writes
         known = outside or any(one in inside for one in CACHES)
         if not (installed and known):
             recorder.write(Opened(path=path, place=place(frame)))

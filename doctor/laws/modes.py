@@ -5,7 +5,7 @@ import sys
 from ..event import Event
 from ..law import RISK, Breach, check, need
 from ..loaders import EpochEnd, Loaders
-from ..moments import Step, kind, trains
+from ..moments import Moments, Step, kind, trains
 from ..record import not_the_users, place, recorder, torch, wrap
 from ..watcher import Watcher
 from .alive import LAW, Alive, dead_weights, not_in_an_optimizer
@@ -54,12 +54,11 @@ class Modes(Watcher):
 
     def dropout(self, call, input, p=0.5, training=True, *args, **kwargs):
         result = call(input, p, training, *args, **kwargs)
-        caller = sys._getframe(2)
-        by_layer = caller.f_code.co_filename.startswith(not_the_users())
+        by_layer = sys._getframe(2).f_code.co_filename.startswith(not_the_users())
         if p and recorder.watching and torch.is_grad_enabled() and not by_layer:
-            own = next(iter(caller.f_locals.values()), None)  # self may choose the mode
-            own = getattr(own, "training", False)
-            recorder.write(Dropped(training=bool(training or own), place=place()))
+            # A network in training mode may choose the mode of its dropout itself
+            modes = [{x.training for x in n.modules()} for n in Moments.here.networks]
+            recorder.write(Dropped(training=training or {True} in modes, place=place()))
         return result
 
     def on_output(self, network, outputs, batch) -> None:

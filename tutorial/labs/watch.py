@@ -216,8 +216,8 @@ def be_rank(script: Path, files: Path, variables: dict[str, str], disturb) -> No
     signal.alarm(60)  # the process ends, even if the grader has already ended
     for number in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-    # Otherwise, two threads of autograd may both replace the forked pool of threads, and
-    # PyTorch aborts ("Invalid thread pool!")
+    # Otherwise, two of autograd's threads may both replace the forked pool of threads,
+    # and PyTorch aborts ("Invalid thread pool!")
     torch.set_num_threads(1)
     os.environ.update(variables)
     os.chdir(files)
