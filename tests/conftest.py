@@ -113,7 +113,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Return the environment of a script: this Python is first on PATH, launchers' variables are unset."""
+    """Return a script's environment: no GPU, this Python first on PATH, launchers' variables unset."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     names += ("MASTER_PORT", "NPROC", "LAUNCHER", "CONTROLLER", "HOSTS")
     others = ("SLURM_", "GLOO_", "NCCL_")
@@ -125,6 +125,7 @@ def environment(**extra: str) -> dict[str, str]:
     clean["PATH"] = f"{Path(sys.executable).parent}:{clean['PATH']}"
     clean["PYTHON"] = sys.executable
     clean["OMP_NUM_THREADS"] = "1"
+    clean["CUDA_VISIBLE_DEVICES"] = ""
     clean["OMPI_ALLOW_RUN_AS_ROOT"] = clean["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
     return {**clean, **extra}
 

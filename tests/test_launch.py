@@ -61,7 +61,8 @@ def launch(tmp_path):
     def start(script, *flags, root=ROOT, **variables):
         given = {"GPUS": "0", "SMI": "", "PYTHON": f"{tmp_path}/python", **variables}
         path = f"PATH={tmp_path}/decoy:/usr/bin:/bin"
-        unset = ("-u", "OMP_NUM_THREADS") if "OMP_NUM_THREADS" not in given else ()
+        names = "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH"
+        unset = [f"--unset={name}" for name in names if name not in given]
         given["PYTHONPATH"] = str(modules)
         command = (
             "env",

@@ -110,7 +110,8 @@ def test_gpus_do_what_the_cpu_does(
     if count == "2" and (gpus == 1 or strategy == "dataparallel"):
         one, other = "there is one GPU", "batch norm sees other images than with DDP"
         pytest.skip(one if gpus == 1 else other)
-    ran = train(strategy, *flags_of(level), NPROC=count)
+    exact = {"NVIDIA_TF32_OVERRIDE": "0"} if level in ("fp32", "O0") else {}
+    ran = train(strategy, *flags_of(level), NPROC=count, **exact)
     found = difference(ran, on_the_cpu(count))
     record_property("loss differs by", f"{found:.3g}")
     assert found <= TOLERANCE[level]

@@ -18,6 +18,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 LAYERS, WIDTH = 2, 256  # a layer is one matrix: 256 KiB in fp32
 FP32 = MixedPrecisionPolicy()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+# The names of two collectives in older versions of PyTorch
+OLDER = {
+    "all_gather_single": "all_gather_into_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+}
 FORMS = {"fp32": ((4,), FP32), "bf16": ((4,), BF16), "bf16, 2 x 2": ((2, 2), BF16)}
 
 
@@ -34,7 +39,8 @@ def build(shape: tuple[int, ...], policy: MixedPrecisionPolicy) -> nn.Sequential
 
 def count(name: str, calls: Counter) -> None:
     """Count all later calls of a collective, by ranks, data type and size in KiB."""
-    original = getattr(dist, name)
+    used = name if hasattr(dist, name) else OLDER[name]
+    original = getattr(dist, used)
 
     def call(*args, group, **kwargs):
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
@@ -43,7 +49,7 @@ def count(name: str, calls: Counter) -> None:
         calls[name, ranks, str(whole.dtype), whole.nbytes // 1024] += 1
         return original(*args, group=group, **kwargs)
 
-    setattr(dist, name, call)
+    setattr(dist, used, call)
 
 
 def main(rank: int, port: int, file: str | None) -> None:
