@@ -29,7 +29,6 @@ class Step(Event):
     optimizer: int  # the number of the optimizer's first step
     which: int  # a hash of the weights that the optimizer updates
     rates: list[float]  # learning rates
-    threads: int
     loader: int | None  # the loader of the last batch, and its pass
     epoch: int | None
     place: str
@@ -182,7 +181,6 @@ class Moments(Watcher):
                 optimizer=self.optimizers.setdefault(id(optimizer), recorder.step),
                 which=self.digests[key],
                 rates=[float(one["lr"]) for one in groups],
-                threads=torch.get_num_threads(),
                 loader=current and current.loader,
                 epoch=current and current.epoch,
                 place=place(),

@@ -98,6 +98,8 @@ def quiet(method: Callable) -> Callable:
 
     @functools.wraps(method)
     def hook(*args, **kwargs):
+        if torch.compiler.is_compiling():  # such as a hook of a compiled layer
+            return None
         with contextlib.suppress(Exception):
             return method(*args, **kwargs)
 
@@ -154,6 +156,11 @@ def compiles(call, *args, **kwargs):
     while builtins:
         setattr(*builtins.pop())
     recorder.write(Compiles())
+    with contextlib.suppress(ImportError):  # older versions compile the hooks
+        from torch._dynamo import eval_frame, types
+
+        alone = types.FrameExecStrategy(*2 * [types.FrameAction.SKIP])
+        eval_frame.set_code_exec_strategy(quiet(call).__code__, alone)
     return call(*args, **kwargs)
 
 

@@ -23,7 +23,13 @@ class Watcher:
             raise TypeError(f"{cls.__name__}: there is no moment {unknown[0]}")
         cls.here = cls()
         watchers.append(cls.here)
-        os.register_at_fork(after_in_child=cls.here.__init__)
+        os.register_at_fork(after_in_child=cls.here.renew)
+
+    def renew(self) -> None:
+        """Begin again in a forked process, which must not free a CUDA tensor."""
+        kept = vars(self).copy()
+        self.__init__()
+        self.kept = kept
 
     def hooks(self) -> None:
         """Wrap functions, right after PyTorch has been imported."""

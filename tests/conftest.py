@@ -124,8 +124,7 @@ def environment(**extra: str) -> dict[str, str]:
     }
     clean["PATH"] = f"{Path(sys.executable).parent}:{clean['PATH']}"
     clean["PYTHON"] = sys.executable
-    clean["OMP_NUM_THREADS"] = "1"
-    clean["CUDA_VISIBLE_DEVICES"] = ""
+    clean |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     clean["OMPI_ALLOW_RUN_AS_ROOT"] = clean["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
     return {**clean, **extra}
 

@@ -1,13 +1,14 @@
 """Start processes and run programs in them; a fork server that has imported PyTorch forks them."""
 
-import multiprocessing
 import os
 import runpy
 import socket
 import sys
 import time
 from functools import partial
+from multiprocessing import forkserver, get_context, set_start_method
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch.multiprocessing import start_processes
@@ -29,8 +30,10 @@ def fork_server():
     others = os.environ.get("PYTHONPATH", "").removeprefix(own)
     os.environ["PYTHONPATH"] = own + others
     os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("forkserver")
+    context = get_context("forkserver")
     context.set_forkserver_preload(["ranks", *SCRIPTS])
+    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
+        forkserver.ensure_running()
     return context
 
 
@@ -78,7 +81,7 @@ def _run(log: Path, task, arguments: tuple) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     torch.set_num_threads(1)
-    multiprocessing.set_start_method("fork", force=True)  # as in a launched script
+    set_start_method("fork", force=True)  # as in a launched script
     task(*arguments)
 
 
@@ -117,7 +120,7 @@ def spawn(function, args: tuple, nprocs: int) -> None:
     No process begins before all have been forked: while a process connects to this process's
     TCPStore, the store's thread briefly holds a glibc lock, and a process forked then would hang.
     """
-    begin = multiprocessing.get_context("fork").Event()
+    begin = get_context("fork").Event()
     after = partial(_after, begin, function)
     forks = start_processes(after, args, nprocs, join=False, start_method="fork")
     begin.set()

@@ -37,7 +37,6 @@ class Ranks(Played):
         super().__init__(folder)
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         job |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-        job |= {"CUDA_VISIBLE_DEVICES": ""}
         for rank in map(str, range(world_size)):
             place = {**job, "RANK": rank, "LOCAL_RANK": rank}
             self.start(_rank, folder, place, task, arguments)

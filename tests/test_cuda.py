@@ -26,7 +26,7 @@ HOROVOD += "test_cuda.train({}, *sys.argv[1:5], sys.argv[5:])"
 
 def train(place: dict, gpus, folder, script: str, net: str, flags: list) -> None:
     """Run a script as a launcher would, with the variables in `place`."""
-    os.environ.update(CUDA_VISIBLE_DEVICES="", **place)
+    os.environ.update(place)
     if "EMPTY_APEX" in place:
         sys.modules["apex"] = SimpleNamespace(amp=object())
         sys.modules["apex.parallel"] = SimpleNamespace(DistributedDataParallel=None)

@@ -148,8 +148,9 @@ def test_gpus_that_pytorch_cannot_use_are_one_line(launch, name):
     for variables in ({"NPROC": "2"}, {"GPUS": "4", "USABLE": "0"}):
         status, text = launch(f"{name}.sh", SMI="GPU 0: H100", **variables)
         assert (status, text.count("\n")) == (2, 1)
-        line = f"{name}.sh: error: nvidia-smi lists GPUs that PyTorch cannot use"
-        assert line in text
+        assert (
+            f"{name}.sh: error: nvidia-smi lists GPUs that PyTorch cannot use" in text
+        )
     cpu = {"SMI": "GPU 0: H100", "NPROC": "2"}
     for variables in (
         {**cpu, "CUDA_VISIBLE_DEVICES": ""},

@@ -78,8 +78,7 @@ def horovod_ranks(folder, world_size, task, seconds=180, **arguments):
     command = ("horovodrun", "-np", world_size, "-H", f"localhost:{world_size}")
     probe = (sys.executable, ROOT / "tests" / "ranks.py", task.__name__, arguments)
     path = f"{ROOT}:{ROOT / 'tests'}:{os.environ.get('PYTHONPATH', '')}"
-    variables = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
-    ended = run(*command, "--gloo", *probe, timeout=seconds, **variables)
+    ended = run(*command, "--gloo", *probe, timeout=seconds, PYTHONPATH=path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return results(folder)
 

@@ -6,6 +6,7 @@ devices, because gradients that autograd creates have no mark.
 """
 
 import os
+from unittest import mock
 
 NOT_CHECKED = "Emulated on the CPU: times, memory and GPU numerics are not checked."
 
@@ -14,6 +15,9 @@ def play(count: str | int = "") -> None:
     """Emulate `count` GPUs; by default, $LOCAL_WORLD_SIZE, or 2 if that is not set."""
     from . import cuda, gpus, groups, mode
 
+    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="-1"):
+        # CUDA reads the variable now, and never again: it sees no real GPU
+        getattr(gpus.torch._C, "_cuda_getDeviceCount", int)()
     gpus.count = int(count or os.environ.get("LOCAL_WORLD_SIZE") or 2)
     for one in (cuda, groups, mode):
         one.install()

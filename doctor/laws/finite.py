@@ -2,7 +2,7 @@
 
 from math import isfinite, isnan
 
-from ..law import NOTE, WRONG, Breach, check
+from ..law import WRONG, Breach, check
 from .alive import LAW
 from .ranks import Measured
 from .states import State
@@ -26,14 +26,12 @@ def loss_is_not_finite(job):
     spoilt = lost == [False, True]
     for (rank, name), rows in series.items():
         bad = [one for one in rows if not isfinite(one.values[name])]
-        stays = spoilt or (len(bad) > 2 and bad == rows[-len(bad) :])
-        found += [(bad[0].step, name, rank, bad[0].values[name], stays)] if bad else []
+        if bad and (spoilt or (len(bad) > 2 and bad == rows[-len(bad) :])):
+            found.append((bad[0].step, name, rank, bad[0].values[name]))
     if found:
-        step, name, rank, value, stays = min(found)
-        count = sum(one[:2] == (step, name) for one in found)
-        what = f"the loss is {value} in step {step + 1} on {count} ranks (rank {rank})"
-        later = " and in all later steps" if stays else ", but not in all later steps"
-        what += ", and weights are nan at the end" if spoilt else later
-        yield Breach(what, name.removeprefix("loss of "), level="" if stays else NOTE)
+        step, name, rank, value = min(found)
+        what = f"the loss is {value} in step {step + 1} on rank {rank}, and "
+        what += "weights are nan at the end" if spoilt else "in all later steps"
+        yield Breach(what, name.removeprefix("loss of "))
     elif spoilt:
         yield Breach("weights are nan at the end of the job")

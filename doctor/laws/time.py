@@ -1,6 +1,5 @@
 """Law 10: a step spends its time on useful work."""
 
-import os
 import time
 from collections import Counter, deque
 from statistics import fmean, median
@@ -8,7 +7,7 @@ from statistics import fmean, median
 from ..event import Event
 from ..job import Process
 from ..law import SLOW, Breach, Law, check, need
-from ..moments import Moments, Step
+from ..moments import Moments
 from ..record import recorder, torch, wrap
 from ..watcher import Watcher
 from .gradient import not_averaged
@@ -45,7 +44,6 @@ class Runs(Event, limit=4):
     network: str
     weights: int  # number of elements
     device: str
-    cores: int  # number of cores that this process may use
 
 
 class Clock(Watcher):
@@ -82,9 +80,8 @@ class Clock(Watcher):
         new = torch.is_grad_enabled() and name not in self.known
         if new and (weights := [*inner.parameters()]):
             self.known.add(name)
-            own = {"network": name, "cores": len(os.sched_getaffinity(0))}
             count, device = sum(one.numel() for one in weights), weights[0].device.type
-            recorder.write(Runs(weights=count, device=device, **own))
+            recorder.write(Runs(network=name, weights=count, device=device))
 
     def on_backward(self, root) -> None:
         self.back = Moments.here.last_gradient = time.perf_counter()
@@ -259,17 +256,3 @@ def validation_with_gradients(job):
     found = [x for x in validations(job) if x.gradients and not x.training]
     for one in found[:1]:
         yield Breach(f"{one.network} validates with gradients", one.place)
-
-
-@check(LAW, SLOW, needs=[Spans, Runs], read="lesson 1")
-def threads(job):
-    """The processes start more compute threads than there are cores.
-
-    Set OMP_NUM_THREADS to the number of cores divided by the number of processes.
-    """
-    walls(job)
-    need({x.device for x in job.of(Runs)} == {"cpu"}, "the job computes on GPUs")
-    cores, count = job.of(Runs)[0].cores, job.of(Step)[0].threads
-    if count * len(job.processes) > 1.5 * cores:
-        what = f"{len(job.processes)} processes have {count} threads each"
-        yield Breach(f"{what}, but there are {cores} cores")

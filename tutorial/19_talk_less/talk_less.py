@@ -3,6 +3,8 @@
 python tutorial/19_talk_less/talk_less.py
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -12,6 +14,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # PowerSGD's hook uses any GPU that it sees
 STEPS, BATCH, SAMPLES, EVERY = 500, 32, 1000, 50
 HOOKS = {  # each averages the gradients of a bucket
     "DDP": default_hooks.allreduce_hook,

@@ -19,6 +19,7 @@ def work(rank: int, ranks: int, port: int) -> None:
     model = DDP(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)))
     optimizer = optim.SGD(model.parameters(), 0.9, momentum=0.9)
     scheduler = optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    whole = torch.compile([*model.modules()][-1], fullgraph=True, backend="eager")
     for epoch in range(3):
         sampler.set_epoch(epoch)
         mean = torch.zeros(())
@@ -28,6 +29,7 @@ def work(rank: int, ranks: int, port: int) -> None:
             loss.backward()
             optimizer.step()
             mean += loss.detach() / len(loader) / ranks
+            whole(torch.ones(1, 16))  # an error if doctor's hooks cause recompilations
         dist.all_reduce(mean)
         scheduler.step(mean)
     dist.destroy_process_group()
