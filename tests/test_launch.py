@@ -148,9 +148,7 @@ def test_gpus_that_pytorch_cannot_use_are_one_line(launch, name):
     for variables in ({"NPROC": "2"}, {"GPUS": "4", "USABLE": "0"}):
         status, text = launch(f"{name}.sh", SMI="GPU 0: H100", **variables)
         assert (status, text.count("\n")) == (2, 1)
-        assert (
-            f"{name}.sh: error: nvidia-smi lists GPUs that PyTorch cannot use" in text
-        )
+        assert f"{name}.sh: error: nvidia-smi lists GPUs that" in text
     cpu = {"SMI": "GPU 0: H100", "NPROC": "2"}
     for variables in (
         {**cpu, "CUDA_VISIBLE_DEVICES": ""},
