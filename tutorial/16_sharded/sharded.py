@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -18,28 +17,22 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 LAYERS, WIDTH = 2, 256  # a layer is one matrix: 256 KiB in fp32
 FP32 = MixedPrecisionPolicy()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-# The names of two collectives in older versions of PyTorch
-OLDER = {
-    "all_gather_single": "all_gather_into_tensor",
-    "reduce_scatter_single": "reduce_scatter_tensor",
-}
 FORMS = {"fp32": ((4,), FP32), "bf16": ((4,), BF16), "bf16, 2 x 2": ((2, 2), BF16)}
 
 
 def build(shape: tuple[int, ...], policy: MixedPrecisionPolicy) -> nn.Sequential:
     """Build a model sharded over a mesh of this shape: shards, or replicas x shards."""
-    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
-    model = nn.Sequential(*layers)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     names = ("replicate", "shard")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    for part in (*layers, model):
+    for part in (*model, model):
         fully_shard(part, mesh=mesh, mp_policy=policy)
     return model
 
 
-def count(name: str, calls: Counter) -> None:
+def count(name: str, calls: Counter, older: str = "") -> None:
     """Count all later calls of a collective, by ranks, data type and size in KiB."""
-    used = name if hasattr(dist, name) else OLDER[name]
+    used = name if hasattr(dist, name) else older
     original = getattr(dist, used)
 
     def call(*args, group, **kwargs):
@@ -52,13 +45,14 @@ def count(name: str, calls: Counter) -> None:
     setattr(dist, used, call)
 
 
-def main(rank: int, port: int, file: str | None) -> None:
+def main(rank: int, port: int, file: str | None = None) -> None:
     """Train in each of four processes; rank 0 prints what it keeps and sends."""
     store = dist.TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
     calls, found = Counter(), {}
-    for name in ("all_gather_single", "reduce_scatter_single", "all_reduce"):
-        count(name, calls)
+    count("all_reduce", calls)
+    count("all_gather_single", calls, "all_gather_into_tensor")  # in older versions
+    count("reduce_scatter_single", calls, "reduce_scatter_tensor")
     for form, options in FORMS.items():
         model = build(*options)
         optimizer = torch.optim.Adam(model.parameters())
@@ -83,4 +77,4 @@ def main(rank: int, port: int, file: str | None) -> None:
 
 if __name__ == "__main__":
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(main, args=(store.port, *(sys.argv[1:] or [None])), nprocs=4)
+    torch.multiprocessing.spawn(main, (store.port, *sys.argv[1:]), nprocs=4)

@@ -3,18 +3,15 @@
 python tutorial/19_talk_less/talk_less.py
 """
 
-import os
-
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # PowerSGD's hook uses any GPU that it sees
+torch.cuda.is_available = lambda: False  # or PowerSGD's hook waits for a GPU
 STEPS, BATCH, SAMPLES, EVERY = 500, 32, 1000, 50
 HOOKS = {  # each averages the gradients of a bucket
     "DDP": default_hooks.allreduce_hook,
@@ -80,4 +77,4 @@ def main(rank: int, port: int) -> None:
 
 if __name__ == "__main__":
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(main, args=(store.port,), nprocs=2)
+    torch.multiprocessing.spawn(main, (store.port,), nprocs=2)
