@@ -207,6 +207,8 @@ def test_without_a_training_process_it_says_so():
     assert ended.stderr.startswith("doctor: error: NOTHING CHECKED: no process")
     for words, last in (
         ("-- no-such-command", "cannot start no-such-command: No such file or"),
+        ("", "give a command after --"),
+        ("--cpu 0 -- python", "--cpu"),
         ("--html none/a.html -- python", "cannot write none/a.html: give a file in"),
         ("--steps 0 -- python", "--steps must be at least 1"),
         ("--explain hang", "no check is named hang; try hangs"),

@@ -60,7 +60,6 @@ def launch(tmp_path):
 
     def start(script, *flags, root=ROOT, **variables):
         given = {"GPUS": "0", "SMI": "", "PYTHON": f"{tmp_path}/python", **variables}
-        path = f"PATH={tmp_path}/decoy:/usr/bin:/bin"
         names = "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH"
         unset = [f"--unset={name}" for name in names if name not in given]
         given["PYTHONPATH"] = str(modules)
@@ -69,7 +68,7 @@ def launch(tmp_path):
             "-C",
             tmp_path,
             *unset,
-            path,
+            f"PATH={tmp_path}/decoy:/usr/bin:/bin",
             "bash",
             root / "scripts" / script,
         )
@@ -148,7 +147,8 @@ def test_gpus_that_pytorch_cannot_use_are_one_line(launch, name):
     for variables in ({"NPROC": "2"}, {"GPUS": "4", "USABLE": "0"}):
         status, text = launch(f"{name}.sh", SMI="GPU 0: H100", **variables)
         assert (status, text.count("\n")) == (2, 1)
-        assert f"{name}.sh: error: nvidia-smi lists GPUs that" in text
+        line = f"{name}.sh: error: nvidia-smi lists GPUs that PyTorch cannot use"
+        assert line in text
     cpu = {"SMI": "GPU 0: H100", "NPROC": "2"}
     for variables in (
         {**cpu, "CUDA_VISIBLE_DEVICES": ""},

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-torch.cuda.is_available = lambda: False  # or PowerSGD's hook waits for a GPU
+torch.cuda.is_available = lambda: False  # else, PowerSGD's hook waits for a GPU
 STEPS, BATCH, SAMPLES, EVERY = 500, 32, 1000, 50
 HOOKS = {  # each averages the gradients of a bucket
     "DDP": default_hooks.allreduce_hook,
