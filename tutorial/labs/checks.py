@@ -28,11 +28,6 @@ LABELS = IMAGES[:, :3].argmax(1)
 PLAIN, NORM, BLOCK = 195, 227, 467
 
 
-def differ(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors differ by more than rounding."""
-    return one.shape != other.shape or not torch.allclose(one, other, atol=1e-5)
-
-
 def indices(*images: Tensor) -> list[int]:
     """Return the dataset indices of images (N, 8), which may contain added noise."""
     return torch.cdist(torch.cat([IMAGES[:0], *images]), IMAGES).argmin(1).tolist()
@@ -45,8 +40,8 @@ def expect(what: str, found: object, right: object) -> None:
 
 
 def same(one: Tensor, other: Tensor, wrong: str) -> None:
-    """Raise Wrong if two tensors differ."""
-    if differ(one, other):
+    """Raise Wrong if two tensors differ by more than rounding."""
+    if one.shape != other.shape or not torch.allclose(one, other, atol=1e-5):
         raise Wrong(wrong)
 
 
@@ -110,20 +105,18 @@ def check_shares(
                     raise Wrong(f"{text} in two epochs")
 
 
-def check_files(run: Run) -> None:
-    """Check that only one process writes each file."""
+def check_facts(run: Run, **facts: object) -> None:
+    """Check fields of all Step and Last events: a limit, or a list of right values.
+
+    Also check that only one process writes each file.
+    """
+    events = [one for rank in run.ranks for one in (*rank.steps, *rank.last)]
     files = [one.wrote for rank in run.ranks for one in rank.last]
     if len(files) > 1 and (shared := set.intersection(*files)):
         raise Wrong(f"both processes write {shared.pop().name}")
-
-
-def check_facts(run: Run, **facts: object) -> None:
-    """Check fields of all Step and Last events: a limit, or a list of right values."""
-    events = [one for rank in run.ranks for one in (*rank.steps, *rank.last)]
     for name, right in ({"all_reduces_per_step": 1} | facts).items():
         for found in [getattr(one, name) for one in events if hasattr(one, name)]:
-            wrong = found not in right if isinstance(right, list) else found > right
-            if wrong:
+            if found not in right if isinstance(right, list) else found > right:
                 raise Wrong(f"{name.replace('_', ' ')}: {found}, but allowed: {right}")
 
 
@@ -195,8 +188,8 @@ def gradient(weights: Tensor, passes: list[Forward]) -> Tensor:
 
 def leaves_out(weights: Tensor, one: Forward) -> bool:
     """Return whether a forward pass skips the middle block."""
-    short = weights[:PLAIN].float()
-    return len(weights) == BLOCK and not differ(outputs(short, one.images), one.outputs)
+    short = outputs(weights[:PLAIN].float(), one.images)
+    return len(weights) == BLOCK and torch.allclose(short, one.outputs, atol=1e-5)
 
 
 def check_blocks(run: Run) -> None:
@@ -257,14 +250,13 @@ def check_printed(
         expect("validation images of each process", max(count, share), share)
     for name in names:
         ends = set()
-        for rank in run.ranks:
-            for line in rank.printed:
-                for printed in re.findall(rf"\b{name} (\d+\.?\d*)", line.text):
-                    ends.add(line.step)
-                    right = mean(run, rank, name, line.step)
-                    if abs(float(printed) - right) > 6e-5:
-                        text = f"the printed {name} is {printed} instead of {right:.6g}"
-                        raise Wrong(f"after step {line.step}, {text}")
+        for rank, line in [(rank, line) for rank in run.ranks for line in rank.printed]:
+            for printed in re.findall(rf"\b{name} (\d+\.?\d*)", line.text):
+                ends.add(line.step)
+                right = mean(run, rank, name, line.step)
+                if abs(float(printed) - right) > 6e-5:
+                    text = f"the printed {name} is {printed} instead of {right:.6g}"
+                    raise Wrong(f"after step {line.step}, {text}")
         expect(f"number of times that {name} is printed", min(len(ends), times), times)
 
 

@@ -30,7 +30,7 @@ def lab_of(script: Path) -> Lab | None:
 def grade(script: Path) -> str | None:
     """Run a script in two processes, and then in one; return what is wrong, or None."""
     lab, left = lab_of(script), 0
-    chosen = {"files": {}, **lab.checks, "facts": lab.checks.get("facts", {})}
+    chosen = lab.checks | {"facts": lab.checks.get("facts", {})}
     try:
         for size, when in (2, ""), (1, "with one process, "):
             with started(script, size=size, when=when) as run:
@@ -61,7 +61,8 @@ def main(words: list[str]) -> int:
             print(f"grade.py: error: no lab {path}; {known}", file=sys.stderr)
             return 2
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the labs need no GPU
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and end the processes
+    for number in (signal.SIGINT, signal.SIGTERM):  # end the processes, too
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     passed = []
     for lab, path in zip(map(lab_of, paths), paths, strict=True):
         script = path.resolve() if path.suffix else FOLDER / lab.script
@@ -78,7 +79,4 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    sys.exit(main(sys.argv[1:]))

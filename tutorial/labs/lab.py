@@ -22,17 +22,15 @@ class Lab:
     path: str = "optional"  # or "core"
 
 
-def read(path: Path) -> Lab:
-    """Read the header of a lab's script."""
-    docstring = ast.get_docstring(ast.parse(path.read_text()))
-    pairs = re.findall(r"^(\w+): (.+(?:\n  .+)*)", docstring, re.M)
-    facts = {name: " ".join(value.split()) for name, value in pairs}
-    calls = re.findall(r"(\w+)(\(.*?\))?(?:, |$)", facts.pop("checks"))
-    checks = {name: eval(f"dict{options or '()'}") for name, options in calls}
-    return Lab(path.stem.split("_")[0], path.name, checks=checks, **facts)
-
-
 def labs(folder: Path = FOLDER) -> dict[str, Lab]:
-    """Return all labs by number, and the capstone."""
-    paths = [*sorted(folder.glob("[0-9][0-9]_*.py")), folder / "capstone.py"]
-    return {one.number: one for one in map(read, paths)}
+    """Read the headers of all labs, by number, and that of the capstone."""
+    found = {}
+    for path in [*sorted(folder.glob("[0-9][0-9]_*.py")), folder / "capstone.py"]:
+        docstring = ast.get_docstring(ast.parse(path.read_text()))
+        pairs = re.findall(r"^(\w+): (.+(?:\n  .+)*)", docstring, re.M)
+        facts = {name: " ".join(value.split()) for name, value in pairs}
+        calls = re.findall(r"(\w+)(\(.*?\))?(?:, |$)", facts.pop("checks"))
+        checks = {name: eval(f"dict{options or '()'}") for name, options in calls}
+        number = path.stem.split("_")[0]
+        found[number] = Lab(number, path.name, checks=checks, **facts)
+    return found

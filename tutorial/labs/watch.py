@@ -35,7 +35,6 @@ READS = "item cpu tolist numpy nonzero argwhere masked_select unique equal allcl
 READS += "storage untyped_storage __bool__ __float__ __int__ __index__ __array__ "
 READS += "__format__ __repr__ __reduce_ex__"
 CHECKPOINT = Path("checkpoint.pt")
-DISK = 0.2  # seconds for which a file that torch.save() writes is empty
 
 
 class Forward(Event):
@@ -49,26 +48,26 @@ class Forward(Event):
 class Step(Event):
     """An optimizer has taken a step."""
 
-    before: Tensor  # all weights as one vector
-    after: Tensor
+    before: Tensor | None = None  # all weights as one vector
+    after: Tensor | None = None
     passes: list[Forward]  # passes with gradients since the last step
-    images: Tensor  # of all passes
-    images_at_once: int  # in the largest pass, times the number of processes
+    images: Tensor | None = None  # of all passes
+    images_at_once: int = 0  # in the largest pass, times the number of processes
     dtypes: set[str]  # of the outputs of the linear layers
-    lr: float
-    scaled: bool  # a gradient scaler multiplies the loss
-    all_reduces_per_step: int  # numbers sent for it, divided by the number of weights
-    sharded: bool  # this process has only a part of the optimizer's state
-    workers: int  # most processes that this process has started at a time
+    lr: float = 0.0
+    scaled: bool = False  # a gradient scaler multiplies the loss
+    all_reduces_per_step: int = 0  # numbers sent for it, divided by that of weights
+    sharded: bool = False  # this process has only a part of the optimizer's state
+    workers: int = 0  # most processes that this process has started at a time
 
 
 class Last(Event):
     """The script has ended."""
 
-    weights: Tensor
-    waits_for_a_gpu: int  # number of steps after which the script has read a tensor
-    collectives: int  # by the script itself
-    lost_checkpoints: int  # also those lost for a moment
+    weights: Tensor | None = None
+    waits_for_a_gpu: int = 0  # number of steps after which the script reads a tensor
+    collectives: int = 0  # by the script itself
+    lost_checkpoints: int = 0  # also those lost for a moment
     wrote: set[Path]  # files that torch.save() has written
 
 
@@ -80,12 +79,11 @@ def flat(optimizer: torch.optim.Optimizer) -> Tensor:
 
 
 class Watch(Watcher):
-    """Writes the events that this file defines."""
+    """Writes the events that this file defines; `now` and `last` are the next ones."""
 
     def __init__(self):
-        self.optimizer, self.depth, self.factor, self.scale = None, 0, 1.0, 1.0
-        self.passes, self.sent, self.dtypes, self.collectives = [], 0, set(), 0
-        self.waits, self.workers, self.wrote, self.lost = set(), 0, set(), 0
+        self.now, self.last = Step(passes=[], dtypes=set()), Last(wrote=set())
+        self.optimizer, self.depth, self.sent, self.waits = None, 0, 0, set()
 
     def hooks(self) -> None:
         nn.modules.module.register_module_forward_hook(self.forward)
@@ -99,7 +97,7 @@ class Watch(Watcher):
             wrap(dist, name, partial(Moments.here.collect, name))
 
     def on_collective(self, name, args, options, place) -> None:
-        self.collectives += 1
+        self.last.collectives += 1
         given = [x for x in (*args, *options.values()) if isinstance(x, Tensor)]
         self.sent += sum(one.numel() for one in given[-1:])  # others receive
 
@@ -110,9 +108,9 @@ class Watch(Watcher):
     def save(self, call, content, file, *args, **kwargs):
         """Save a file as a slow disk does: for a moment, the file is empty."""
         if isinstance(file, (str, Path)):
-            self.wrote.add(Path(file).absolute())
+            self.last.wrote.add(Path(file).absolute())
             open(file, "wb").close()
-            threading.Event().wait(DISK)  # time.sleep() may be replaced
+            threading.Event().wait(0.2)  # time.sleep() may be replaced
         return call(content, file, *args, **kwargs)
 
     def audit(self, event: str, arguments: tuple) -> None:
@@ -120,12 +118,13 @@ class Watch(Watcher):
         if event in ("open", "os.remove", "os.rename") and CHECKPOINT.exists():
             path = Path(str(arguments[0]))
             if event == "open" and arguments[2] & os.O_ACCMODE and path.exists():
-                self.lost += path.samefile(CHECKPOINT)
-            self.lost += event != "open" and path.name == CHECKPOINT.name
+                self.last.lost_checkpoints += path.samefile(CHECKPOINT)
+            moved = event != "open" and path.name == CHECKPOINT.name
+            self.last.lost_checkpoints += moved
 
     def scaled(self, call, scaler, *args, **kwargs):
         scaler.set_growth_interval(7)  # the scale changes during the run
-        self.scale = scaler.get_scale()
+        self.now.scaled = scaler.get_scale() > 1
         return call(scaler, *args, **kwargs)
 
     def forward(self, layer: nn.Module, inputs: tuple, output: Tensor) -> None:
@@ -135,13 +134,13 @@ class Watch(Watcher):
             hooks = layer._comm_hooks  # they call collectives themselves
             self.sent += sum(one.numel() for one in layer.parameters() if not hooks)
         if isinstance(layer, nn.Linear):
-            self.dtypes.add(str(output.dtype))
+            self.now.dtypes.add(str(output.dtype))
             if layer.in_features == 8:
                 self.images = inputs[0].detach().float()
             if layer.out_features == 3:
                 facts = {"images": self.images, "outputs": output.detach().float()}
                 one = Forward(training=layer.training, **facts)
-                self.passes.append(one) if grad else recorder.write(one)
+                self.now.passes.append(one) if grad else recorder.write(one)
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
         self.depth += 1  # ZeRO's and Horovod's steps contain another step
@@ -150,42 +149,34 @@ class Watch(Watcher):
             if CHECKPOINT.exists() and os.environ["RANK"] == "0":
                 shutil.copy(CHECKPOINT, f"{recorder.step}.pt")
             # Before the first step, the processes may send their first weights
-            self.before, self.sending = flat(optimizer), self.sent * bool(recorder.step)
+            self.now.before = flat(optimizer)
+            self.now.all_reduces_per_step = self.sent * bool(recorder.step)
 
     def end_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
         """Write a Step event when the outermost optimizer's step has ended."""
         self.depth -= 1
         if self.depth:
             return
-        self.optimizer, self.after = optimizer, flat(optimizer)
-        self.workers = max(self.workers, len(multiprocessing.active_children()))
-        own = weights(optimizer)
-        self.shards = hasattr(optimizer, "optim") or len(whole(own)) < len(own)  # ZeRO
-        sent = 0 if self.shards else self.sending / len(self.after)
-        images, size = [x.images for x in self.passes], int(os.environ["WORLD_SIZE"])
-        one = Step(
-            before=self.before,
-            after=self.after,
-            passes=self.passes,
-            images=torch.cat([torch.empty(0, 8), *images]),
-            images_at_once=max(map(len, images), default=0) * size,
-            dtypes=self.dtypes,
-            lr=optimizer.param_groups[0]["lr"],
-            scaled=self.scale > 1,
-            all_reduces_per_step=round(sent),
-            sharded=self.shards,
-            workers=self.workers,
-        )
-        recorder.write(one)
-        self.passes, self.sent, self.dtypes, self.scale = [], 0, set(), 1.0
+        now, own = self.now, weights(optimizer)
+        now.after, now.lr = flat(optimizer), optimizer.param_groups[0]["lr"]
+        images = [torch.empty(0, 8), *(one.images for one in now.passes)]
+        now.images = torch.cat(images)
+        now.images_at_once = max(map(len, images)) * int(os.environ["WORLD_SIZE"])
+        now.sharded = hasattr(optimizer, "optim") or len(whole(own)) < len(own)  # ZeRO
+        sent = 0 if now.sharded else now.all_reduces_per_step / len(now.after)
+        now.all_reduces_per_step = round(sent)
+        now.workers = max(now.workers, len(multiprocessing.active_children()))
+        recorder.write(now)
+        self.optimizer, self.done, self.sent = optimizer, now, 0
+        self.now = Step(passes=[], dtypes=set(), workers=now.workers)
 
     def on_exit(self) -> None:
         """Record the final weights (of sharded weights, those after the last step)."""
         if self.optimizer:
-            last = self.after if self.shards else flat(self.optimizer)
-            facts = {"waits_for_a_gpu": len(self.waits), "lost_checkpoints": self.lost}
-            facts |= {"collectives": self.collectives, "wrote": self.wrote}
-            recorder.write(Last(weights=last, **facts))
+            sharded, after = self.done.sharded, self.done.after
+            self.last.weights = after if sharded else flat(self.optimizer)
+            self.last.waits_for_a_gpu = len(self.waits)
+            recorder.write(self.last)
 
 
 class Reads(TorchFunctionMode):
