@@ -16,8 +16,7 @@ from torch.func import vmap
 from torch.nn import functional as F
 
 from tutorial.labs.lab import FOLDER
-from tutorial.labs.play import EPOCHS, FORK, PATIENCE, Rank, Run, Wrong, started
-from tutorial.labs.watch import Forward
+from tutorial.labs.play import EPOCHS, FORK, PATIENCE, Forward, Run, Wrong, started
 
 # The images of all scripts, and the network and optimizer of most scripts
 TRAINING, VALIDATION = 96, 33
@@ -60,10 +59,9 @@ def check_weights(run: Run, every: int = 1) -> None:
     for number, (row, later) in enumerate(pairwise(rows if aligned else []), 1):
         mean = sum(step.after for step in row) / len(row)
         how = "their own" if number % every else "the same"
+        text = f"after step {number}, the processes do not continue with {how} weights"
         for step, after in zip(row, later, strict=True):
-            start = step.after if number % every else mean
-            text = f"after step {number}, the processes do not continue with {how}"
-            same(start, after.before, f"{text} weights")
+            same(step.after if number % every else mean, after.before, text)
     if every == 1:
         first, last = run.ranks[0].weights[-1], run.ranks[-1].weights[-1]
         same(first, last, f"{wrong} at the end")
@@ -250,32 +248,31 @@ def check_printed(
         expect("validation images of each process", max(count, share), share)
     for name in names:
         ends = set()
-        for rank, line in [(rank, line) for rank in run.ranks for line in rank.printed]:
+        for rank, line in [(own, line) for own in run.ranks for line in own.printed]:
             for printed in re.findall(rf"\b{name} (\d+\.?\d*)", line.text):
                 ends.add(line.step)
-                right = mean(run, rank, name, line.step)
+                right = mean([*run.ranks, rank], name, line.step)
                 if abs(float(printed) - right) > 6e-5:
                     text = f"the printed {name} is {printed} instead of {right:.6g}"
                     raise Wrong(f"after step {line.step}, {text}")
         expect(f"number of times that {name} is printed", min(len(ends), times), times)
 
 
-def mean(run: Run, rank: Rank, name: str, step: int) -> float:
-    """Return what a process should print after a step."""
+def mean(ranks: list, name: str, step: int) -> float:
+    """Return what the last of these processes should print after a step."""
     if name == "bytes":
         return step * PLAIN * 4  # each step sends the gradients (float32) once
-    ranks, first = (*run.ranks, rank), step - len(rank.steps) // EPOCHS
+    first = step - len(ranks[-1].steps) // EPOCHS
     passes = [x for one in ranks for x in one.validated if x.step == step]
     total = VALIDATION if passes else TRAINING
-    for one in chain(*(rank.steps[first:step] for rank in ranks if not passes)):
-        passes = passes + one.passes
-    values = {}
-    for one in passes:
-        labels = LABELS[numbers := indices(one.images)]
-        found = (one.outputs.argmax(1) == labels).float()
-        if name == "loss":
-            found = F.cross_entropy(one.outputs, labels, reduction="none")
-        values |= zip(numbers, found.tolist(), strict=True)
+    if not passes:
+        passes = [x for y in ranks for one in y.steps[first:step] for x in one.passes]
+    scores = torch.cat([torch.empty(0, 3), *(one.outputs for one in passes)])
+    labels = LABELS[numbers := indices(*(one.images for one in passes))]
+    found = (scores.argmax(1) == labels).float()
+    if name == "loss":
+        found = F.cross_entropy(scores, labels, reduction="none")
+    values = dict(zip(numbers, found.tolist(), strict=True))
     expect(f"images of which {name} is printed", len(values), total)
     return sum(values.values()) / total
 
@@ -285,17 +282,16 @@ def check_export(
     file: str = "model.pt",
     part: str = "",
     epochs: tuple[int, ...] = (EPOCHS,),
-    norms: int = 0,
 ) -> None:
     """Check that a file has the processes' mean weights after these numbers of epochs.
 
     If it has several parts, it also has the momentum of SGD. The network that the
     processes validate is the one in the file.
     """
-    norm = [nn.BatchNorm1d(16)] * norms
-    net = nn.Sequential(nn.Linear(8, 16), *norm, nn.ReLU(), nn.Linear(16, 3)).eval()
     weights = zip(*(rank.weights for rank in run.ranks), strict=True)
     weights = [sum(one) / len(one) for one in weights]
+    norm = [nn.BatchNorm1d(16)] * (len(weights[0]) == NORM)
+    net = nn.Sequential(nn.Linear(8, 16), *norm, nn.ReLU(), nn.Linear(16, 3)).eval()
     for epoch in epochs:
         stage = epoch * len(run.ranks[0].steps) // EPOCHS  # number of steps
         # Before step 7, the watcher has copied checkpoint.pt to 6.pt

@@ -31,18 +31,16 @@ def grade(student: Path) -> dict[str, str]:
         if not (FOLDER / path.name).is_file():
             text = f"{student.name}/{path.name} is not named like a lab"
             print(text, file=sys.stderr)
-    seen = {path: f"{HANDED_IN}/{path.name}" for path in scripts.values()}
-    seen |= {FOLDER / "pretrained.pt": f"{HANDED_IN}/pretrained.pt"}
-    seen |= {FOLDER.parents[1] / "doctor": f"{COURSE}/doctor"}
     command = ["timeout", "-s", "KILL", str(LIMIT), *SANDBOX.split()]
     for folder in SYSTEM:
         command += ["--ro-bind-try", folder, folder]
-    command += ["--ro-bind", FOLDER, f"{COURSE}/tutorial/labs"]
-    command += ["--tmpfs", f"{COURSE}/tutorial/labs/solutions"]
-    for path, there in seen.items():
-        command += ["--ro-bind", path, there]
-    command += ["--chdir", COURSE, sys.executable, "-m", "tutorial.labs.grade"]
-    command += [seen[path] for path in scripts.values()]
+    for name in ("doctor", "tutorial/labs"):
+        command += ["--ro-bind", FOLDER.parents[1] / name, f"{COURSE}/{name}"]
+    for path in (FOLDER / "pretrained.pt", *scripts.values()):
+        command += ["--ro-bind", path, f"{HANDED_IN}/{path.name}"]
+    command += ["--tmpfs", f"{COURSE}/tutorial/labs/solutions", "--chdir", COURSE]
+    command += [sys.executable, "-m", "tutorial.labs.grade"]
+    command += [f"{HANDED_IN}/{path.name}" for path in scripts.values()]
     done = scripts and subprocess.run(command, stdout=subprocess.PIPE, text=True)
     lines = re.findall(r"^(\w+)(?:: | )(.*)$", done.stdout if done else "", re.M)
     missing = dict.fromkeys(scripts, f"no result after {LIMIT} s, or the grader ended")

@@ -1,28 +1,247 @@
-"""Start a script in its processes, wait for them, and read what they recorded."""
+"""Run a script in its processes; record what they do, and read it for the checks.
+
+The doctor's recorder writes printed text, errors and waits. This file adds events for
+forward passes, steps and the end of the script.
+"""
 
 import contextlib
 import multiprocessing
 import os
+import random
 import re
+import runpy
+import shutil
 import signal
+import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
+import torch._dynamo  # otherwise, each process imports it in its first step
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.elastic.utils.distributed import get_free_port
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import optimizer as optimizers
+from torch.overrides import TorchFunctionMode
 
-from doctor import job
-from doctor.event import Failed
+from doctor import job, record
+from doctor.event import Event, Failed
+from doctor.moments import Moments, weights, whole
+from doctor.record import recorder, wrap
 from doctor.results import Printed
-from tutorial.labs.watch import Forward, Last, Step, be_rank
+from doctor.watcher import Watcher, watchers
 
 EPOCHS = 3  # of all scripts
 torch.set_num_threads(1)  # a process with other threads cannot fork safely
 PATIENCE = float(os.environ.get("PATIENCE", "10"))  # seconds
 FORK = multiprocessing.get_context("fork")
+
+# Functions that wait for a GPU
+READS = "item cpu tolist numpy nonzero argwhere masked_select unique equal allclose "
+READS += "storage untyped_storage __bool__ __float__ __int__ __index__ __array__ "
+READS += "__format__ __repr__ __reduce_ex__"
+CHECKPOINT = Path("checkpoint.pt")
+
+
+class Forward(Event):
+    """A forward pass of a network."""
+
+    training: bool  # the network's mode
+    images: Tensor  # (N, 8)
+    outputs: Tensor  # (N, 3)
+
+
+class Step(Event):
+    """An optimizer has taken a step."""
+
+    before: Tensor | None = None  # all weights as one vector
+    after: Tensor | None = None
+    passes: list[Forward]  # passes with gradients since the last step
+    images: Tensor | None = None  # of all passes
+    images_at_once: int = 0  # in the largest pass, times the number of processes
+    dtypes: set[str]  # of the outputs of the linear layers
+    lr: float = 0.0
+    scaled: bool = False  # a gradient scaler multiplies the loss
+    all_reduces_per_step: int = 0  # numbers sent for it, divided by that of weights
+    sharded: bool = False  # this process has only a part of the optimizer's state
+    workers: int = 0  # most processes that this process has started at a time
+
+
+class Last(Event):
+    """The script has ended."""
+
+    weights: Tensor | None = None
+    waits_for_a_gpu: int = 0  # number of steps after which the script reads a tensor
+    collectives: int = 0  # by the script itself
+    lost_checkpoints: int = 0  # also those lost for a moment
+    wrote: set[Path]  # files that torch.save() has written
+
+
+def flat(optimizer: torch.optim.Optimizer) -> Tensor:
+    """Copy an optimizer's weights to a float32 vector."""
+    own = weights(optimizer)
+    own = [one.full_tensor() if hasattr(one, "placements") else one for one in own]
+    return nn.utils.parameters_to_vector(own).detach().float()
+
+
+class Watch(Watcher):
+    """Writes the events that this file defines; `now` and `last` are the next ones."""
+
+    def __init__(self):
+        self.now, self.last = Step(passes=[], dtypes=set()), Last(wrote=set())
+        self.optimizer, self.depth, self.sent, self.waits = None, 0, 0, set()
+
+    def hooks(self) -> None:
+        nn.modules.module.register_module_forward_hook(self.forward)
+        optimizers.register_optimizer_step_pre_hook(self.before_step)
+        optimizers.register_optimizer_step_post_hook(self.end_step)
+        wrap(torch.amp.GradScaler, "scale", self.scaled)
+        wrap(nn.init, "kaiming_uniform_", self.start)
+        wrap(torch, "save", self.save)
+        sys.addaudithook(self.audit)
+        for name in ("send", "recv", "isend", "irecv"):
+            wrap(dist, name, partial(Moments.here.collect, name))
+
+    def on_collective(self, name, args, options, place) -> None:
+        self.last.collectives += 1
+        given = [x for x in (*args, *options.values()) if isinstance(x, Tensor)]
+        self.sent += sum(one.numel() for one in given[-1:])  # others receive
+
+    def start(self, call, weight, *args, **kwargs):
+        call(weight, *args, **kwargs)
+        return weight.data.mul_(self.factor)
+
+    def save(self, call, content, file, *args, **kwargs):
+        """Save a file as a slow disk does: for a moment, the file is empty."""
+        if isinstance(file, (str, Path)):
+            self.last.wrote.add(Path(file).absolute())
+            open(file, "wb").close()
+            threading.Event().wait(0.2)  # time.sleep() may be replaced
+        return call(content, file, *args, **kwargs)
+
+    def audit(self, event: str, arguments: tuple) -> None:
+        """Count when a checkpoint gets lost, even if only for a moment."""
+        if event in ("open", "os.remove", "os.rename") and CHECKPOINT.exists():
+            path = Path(str(arguments[0]))
+            if event == "open" and arguments[2] & os.O_ACCMODE and path.exists():
+                self.last.lost_checkpoints += path.samefile(CHECKPOINT)
+            moved = event != "open" and path.name == CHECKPOINT.name
+            self.last.lost_checkpoints += moved
+
+    def scaled(self, call, scaler, *args, **kwargs):
+        scaler.set_growth_interval(7)  # the scale changes during the run
+        self.now.scaled = scaler.get_scale() > 1
+        return call(scaler, *args, **kwargs)
+
+    def forward(self, layer: nn.Module, inputs: tuple, output: Tensor) -> None:
+        """Record the input of a network's first layer and the output of its last."""
+        grad = torch.is_grad_enabled()
+        if isinstance(layer, DDP) and grad and layer.require_backward_grad_sync:
+            hooks = layer._comm_hooks  # they call collectives themselves
+            self.sent += sum(one.numel() for one in layer.parameters() if not hooks)
+        if isinstance(layer, nn.Linear):
+            self.now.dtypes.add(str(output.dtype))
+            if layer.in_features == 8:
+                self.images = inputs[0].detach().float()
+            if layer.out_features == 3:
+                facts = {"images": self.images, "outputs": output.detach().float()}
+                one = Forward(training=layer.training, **facts)
+                self.now.passes.append(one) if grad else recorder.write(one)
+
+    def before_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
+        self.depth += 1  # ZeRO's and Horovod's steps contain another step
+        if self.depth == 1:
+            self.disturb(recorder.step)
+            if CHECKPOINT.exists() and os.environ["RANK"] == "0":
+                shutil.copy(CHECKPOINT, f"{recorder.step}.pt")
+            # Before the first step, the processes may send their first weights
+            self.now.before = flat(optimizer)
+            self.now.all_reduces_per_step = self.sent * bool(recorder.step)
+
+    def end_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
+        """Write a Step event when the outermost optimizer's step has ended."""
+        self.depth -= 1
+        if self.depth:
+            return
+        now, own = self.now, weights(optimizer)
+        now.after, now.lr = flat(optimizer), optimizer.param_groups[0]["lr"]
+        images = [torch.empty(0, 8), *(one.images for one in now.passes)]
+        now.images = torch.cat(images)
+        now.images_at_once = max(map(len, images)) * int(os.environ["WORLD_SIZE"])
+        now.sharded = hasattr(optimizer, "optim") or len(whole(own)) < len(own)  # ZeRO
+        sent = 0 if now.sharded else now.all_reduces_per_step / len(now.after)
+        now.all_reduces_per_step = round(sent)
+        now.workers = max(now.workers, len(multiprocessing.active_children()))
+        recorder.write(now)
+        self.optimizer, self.done, self.sent = optimizer, now, 0
+        self.now = Step(passes=[], dtypes=set(), workers=now.workers)
+
+    def on_exit(self) -> None:
+        """Record the final weights (of sharded weights, those after the last step)."""
+        if self.optimizer:
+            sharded, after = self.done.sharded, self.done.after
+            self.last.weights = after if sharded else flat(self.optimizer)
+            self.last.waits_for_a_gpu = len(self.waits)
+            recorder.write(self.last)
+
+
+class Reads(TorchFunctionMode):
+    """Finds the steps in which the script's own code would wait for a GPU."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name, given = function.__name__, [*args, *(kwargs or {}).values()]
+        waits = name in READS.split() or name == "to" and "cpu" in map(str, given[1:])
+        if name == "__getitem__":  # a mask waits; other indices do not
+            waits = getattr(given[1], "dtype", None) == torch.bool
+        elif name in ("tensor", "as_tensor") and isinstance(given[0], list):
+            waits = any(map(torch.is_tensor, given[0]))
+        caller = sys._getframe(1)
+        if caller.f_code.co_name == "handle_torch_function":
+            caller = caller.f_back.f_back  # the caller of a method in Python
+        if waits and not caller.f_code.co_filename.startswith(record.not_the_users()):
+            Watch.here.waits.add(recorder.step)
+        return function(*args, **(kwargs or {}))
+
+
+def be_rank(script: Path, files: Path, variables: dict[str, str], disturb) -> None:
+    """Run the script as one of its processes, in the folder `files`.
+
+    Before each step, the process calls `disturb` with the number of completed steps. On
+    rank 1, sleep() returns immediately, so it hides no race.
+    """
+    os.setsid()  # a session, so that its child processes are killed, too
+    signal.alarm(60)  # the process ends, even if the grader has already ended
+    for number in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    # Otherwise, two of autograd's threads may both replace the forked pool of threads,
+    # and PyTorch aborts ("Invalid thread pool!")
+    torch.set_num_threads(1)
+    os.environ.update(variables)
+    os.chdir(files)
+    sys.argv = [str(script)]
+    Watch.here.disturb = disturb
+    # Numbers from an earlier run do not fit a script that prints them
+    Watch.here.factor = random.Random(script.read_bytes()).uniform(0.95, 1.05)
+    for watcher in watchers:  # without the doctor's laws, which take time
+        watcher.hooks()
+    threading.Thread(target=record.monitor, daemon=True).start()
+    sleep, main = time.sleep, threading.current_thread()
+    if variables["RANK"] != "0":
+        time.sleep = lambda s: threading.current_thread() is main or sleep(s)
+    try:
+        with Reads():
+            runpy.run_path(str(script), run_name="__main__")
+    except Exception:
+        record.excepthook(None, *sys.exc_info())
+        sys.exit(1)
+    record.leave()
 
 
 class Wrong(Exception):
@@ -75,8 +294,7 @@ class Run:
             if failed or hangs:
                 break
         codes = [process.exitcode for process in self.processes]
-        found = job.read(self.records).processes
-        known = {process.rank: process for process in found}
+        known = {process.rank: process for process in job.read(self.records).processes}
         none = [job.Process(rank, len(codes), []) for rank in range(len(codes))]
         self.ranks = [Rank(known.get(one.rank, one)) for one in none]
         if any(code != 0 for code in codes):
