@@ -211,15 +211,15 @@ def check_rates(run: Run) -> None:
         raise Wrong(f"{text}, but is {', '.join(f'{rate:.3f}' for rate in rates)}")
 
 
-def check_noise(run: Run, scale: float = 0.1) -> None:
+def check_noise(run: Run) -> None:
     """Check that each image gets its own noise, not a copy of other images' noise."""
     noise = []
     for rank in run.ranks:
         images = torch.cat([step.images for step in rank.steps])
         noise.append((images - IMAGES[indices(images)]).flatten())
     spreads = [round(one.std().item(), 3) for one in noise]
-    if min(spreads) < 0.85 * scale or max(spreads) > 1.15 * scale:
-        raise Wrong(f"the noise has standard deviations of {spreads}, not {scale}")
+    if min(spreads) < 0.085 or max(spreads) > 0.115:
+        raise Wrong(f"the noise has standard deviations of {spreads}, not 0.1")
     values = [one.abs().sort().values for one in (*noise, torch.cat(noise))]
     copied = any((one.diff() < 1e-6).float().mean() > 0.1 for one in values)
     pairs = torch.stack([one[: min(map(len, noise))] for one in noise])
