@@ -16,7 +16,7 @@ from torch.func import vmap
 from torch.nn import functional as F
 
 from tutorial.labs.lab import FOLDER
-from tutorial.labs.play import EPOCHS, FORK, PATIENCE, Forward, Run, Wrong, started
+from tutorial.labs.play import EPOCHS, FORK, PATIENCE, Forward, Run, Wrong
 
 # The images of all scripts, and the network and optimizer of most scripts
 TRAINING, VALIDATION = 96, 33
@@ -322,31 +322,31 @@ def check_machines(run: Run) -> None:
     """Check that the script also works on two machines with one process each."""
     place = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     when = "on two machines with one process each, "
-    with started(run.script, when=when, **place) as other:
+    with Run(run.script, when=when, more=place).started() as other:
         other.end()
         check_shares(other)
 
 
 def check_another_run(run: Run) -> None:
     """Check that the script works while another run of it is in progress."""
-    ready = FORK.Barrier(3)
-    hold = lambda _: (ready.wait(), signal.pause())  # noqa: E731
-    with started(run.script, disturb=hold):
+    ready, when = FORK.Barrier(3), "if another run is in progress, "
+    held = Run(run.script, disturb=lambda _: (ready.wait(), signal.pause()))
+    with held.started():
         ready.wait(PATIENCE)
-        with started(run.script, when="if another run is in progress, ") as other:
+        with Run(run.script, when=when).started() as other:
             other.end()
             check_shares(other)
 
 
 def check_resumes(run: Run) -> None:
     """Check that the run after a killed run ends like an uninterrupted run."""
-    kill = lambda steps: steps == 12 and os._exit(1)  # noqa: E731
+    killed = Run(run.script, disturb=lambda steps: steps == 12 and os._exit(1))
     when = "after a run that was killed in epoch 2, the next run fails: "
-    with started(run.script, disturb=kill) as killed:
+    with killed.started():
         with contextlib.suppress(Wrong):
             killed.end()
         killed.kill()
-        with started(run.script, killed.files, when=when) as again:
+        with Run(run.script, killed.files, when=when).started() as again:
             again.end()
             check_weights(again)
             own, whole = again.ranks[0], run.ranks[0]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tutorial.labs import checks
 from tutorial.labs.lab import FOLDER, Lab, labs
-from tutorial.labs.play import Wrong, started
+from tutorial.labs.play import Run, Wrong
 
 LABS = labs()
 TWO = "machines", "another_run", "resumes"  # for two processes
@@ -34,7 +34,7 @@ def grade(script: Path) -> str | None:
     counted = Exception if lab.number == "capstone" else ()  # but not described
     try:
         for size, when in (2, ""), (1, "with one process, "):
-            with started(script, size=size, when=when) as run:
+            with Run(script, size=size, when=when).started() as run:
                 run.end()
                 for name, options in chosen.items():
                     try:

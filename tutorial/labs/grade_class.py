@@ -27,10 +27,9 @@ def grade(student: Path) -> dict[str, str]:
     """Return what the grader prints about each lab of a student, by number."""
     paths = [x for x in student.glob("*.py") if x.is_file() and not x.is_symlink()]
     scripts = {NAMES[path.name]: path for path in paths if path.name in NAMES}
-    for path in sorted(paths):
-        if not (FOLDER / path.name).is_file():
-            text = f"{student.name}/{path.name} is not named like a lab"
-            print(text, file=sys.stderr)
+    unknown = [path for path in paths if not (FOLDER / path.name).is_file()]
+    for path in sorted(unknown):
+        print(f"{student.name}/{path.name} is not named like a lab", file=sys.stderr)
     command = ["timeout", "-s", "KILL", str(LIMIT), *SANDBOX.split()]
     for folder in SYSTEM:
         command += ["--ro-bind-try", folder, folder]

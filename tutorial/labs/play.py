@@ -96,7 +96,7 @@ class Watch(Watcher):
 
     def __init__(self):
         self.now, self.last = Step(passes=[], dtypes=set()), Last(wrote=set())
-        self.optimizer, self.depth, self.sent, self.waits = None, 0, 0, set()
+        self.done, self.depth, self.sent, self.waits = None, 0, 0, set()
 
     def hooks(self) -> None:
         nn.modules.module.register_module_forward_hook(self.forward)
@@ -185,9 +185,8 @@ class Watch(Watcher):
 
     def on_exit(self) -> None:
         """Record the final weights (of sharded weights, those after the last step)."""
-        if self.optimizer:
-            sharded, after = self.done.sharded, self.done.after
-            self.last.weights = after if sharded else flat(self.optimizer)
+        if done := self.done:
+            self.last.weights = done.after if done.sharded else flat(self.optimizer)
             self.last.waits_for_a_gpu = len(self.waits)
             recorder.write(self.last)
 
@@ -210,11 +209,10 @@ class Reads(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def be_rank(script: Path, files: Path, variables: dict[str, str], disturb) -> None:
-    """Run the script as one of its processes, in the folder `files`.
+def be_rank(run: "Run", variables: dict[str, str]) -> None:
+    """Run a script as one of its processes, with these environment variables.
 
-    Before each step, the process calls `disturb` with the number of completed steps. On
-    rank 1, sleep() returns immediately, so it hides no race.
+    On rank 1, sleep() returns immediately, so it hides no race.
     """
     os.setsid()  # a session, so that its child processes are killed, too
     signal.alarm(60)  # the process ends, even if the grader has already ended
@@ -224,11 +222,11 @@ def be_rank(script: Path, files: Path, variables: dict[str, str], disturb) -> No
     # and PyTorch aborts ("Invalid thread pool!")
     torch.set_num_threads(1)
     os.environ.update(variables)
-    os.chdir(files)
-    sys.argv = [str(script)]
-    Watch.here.disturb = disturb
+    os.chdir(run.files)
+    sys.argv = [str(run.script)]
+    Watch.here.disturb = run.disturb
     # Numbers from an earlier run do not fit a script that prints them
-    Watch.here.factor = random.Random(script.read_bytes()).uniform(0.95, 1.05)
+    Watch.here.factor = random.Random(run.script.read_bytes()).uniform(0.95, 1.05)
     for watcher in watchers:  # without the doctor's laws, which take time
         watcher.hooks()
     threading.Thread(target=record.monitor, daemon=True).start()
@@ -237,7 +235,7 @@ def be_rank(script: Path, files: Path, variables: dict[str, str], disturb) -> No
         time.sleep = lambda s: threading.current_thread() is main or sleep(s)
     try:
         with Reads():
-            runpy.run_path(str(script), run_name="__main__")
+            runpy.run_path(str(run.script), run_name="__main__")
     except Exception:
         record.excepthook(None, *sys.exc_info())
         sys.exit(1)
@@ -273,15 +271,55 @@ class Rank:
         return f"{when}, rank {self.process.rank} {how}"
 
 
+def horovod(size: int, stack: contextlib.ExitStack) -> list[dict[str, str]]:
+    """Start Horovod's rendezvous server; return each rank's environment variables."""
+    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+    from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
+    from horovod.runner.http.http_server import RendezvousServer
+
+    server = RendezvousServer()
+    common = create_run_env_vars("127.0.0.1", ["lo"], str(server.start()))
+    stack.callback(server.stop)
+    slots = get_host_assignments(parse_hosts(f"localhost:{size}"), size)
+    server.init(slots)
+    return [common | create_slot_env_vars(slot) for slot in slots]
+
+
 @dataclass
 class Run:
-    """The processes that run a script."""
+    """The processes that run a script; `started` starts them for a `with` block."""
 
     script: Path
-    files: Path  # their working directory
-    records: Path  # the folder of their events
+    files: Path | None = None  # working directory; None: a new one, deleted at the end
+    size: int = 2
+    when: str = ""  # the block's messages begin with it
+    more: dict[str, str] = field(default_factory=dict)  # environment variables
+    # Called before each step, with the number of completed steps
+    disturb: Callable[[int], object] = lambda steps: None
     processes: list = field(default_factory=list)
     ranks: list[Rank] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def started(self) -> Iterator["Run"]:
+        """Start the processes; kill them when the `with` block ends."""
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+            self.files = self.files or Path(folder)
+            self.records = Path(tempfile.mkdtemp(dir=folder))
+            needs = "import horovod" in self.script.read_text()
+            places = horovod(self.size, stack) if needs else [{}] * self.size
+            common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
+            common |= {"WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(self.size)}
+            common |= {"DOCTOR_FOLDER": str(self.records)}
+            stack.callback(self.kill)
+            for rank, place in enumerate(places):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **place, **self.more}
+                task = self, common | own
+                self.processes.append(FORK.Process(target=be_rank, args=task))
+                self.processes[rank].start()
+            try:
+                yield self
+            except Wrong as wrong:
+                raise Wrong(f"{self.when}{wrong}") from None
 
     def end(self) -> None:
         """Wait until all processes have ended; raise Wrong if one fails or hangs."""
@@ -312,52 +350,3 @@ class Run:
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.join()
-
-
-def horovod(size: int, stack: contextlib.ExitStack) -> list[dict[str, str]]:
-    """Start Horovod's rendezvous server; return each rank's environment variables."""
-    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
-    from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
-    from horovod.runner.http.http_server import RendezvousServer
-
-    server = RendezvousServer()
-    common = create_run_env_vars("127.0.0.1", ["lo"], str(server.start()))
-    stack.callback(server.stop)
-    slots = get_host_assignments(parse_hosts(f"localhost:{size}"), size)
-    server.init(slots)
-    return [common | create_slot_env_vars(slot) for slot in slots]
-
-
-@contextlib.contextmanager
-def started(
-    script: Path,
-    files: Path | None = None,
-    size: int = 2,
-    when: str = "",
-    disturb: Callable[[int], object] = lambda steps: None,
-    **more: str,
-) -> Iterator[Run]:
-    """Start a script in `size` processes; kill them when the `with` block ends.
-
-    They run in the folder `files`, or in a new folder that is deleted after the block,
-    and have `more` environment variables. The block's messages begin with `when`. The
-    processes call `disturb` before each step, with the number of completed steps.
-    """
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lab-")))
-        run = Run(script, files or folder, Path(tempfile.mkdtemp(dir=folder)))
-        needs = "import horovod" in script.read_text()
-        places = horovod(size, stack) if needs else [{}] * size
-        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
-        common |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-        common |= {"DOCTOR_FOLDER": str(run.records)}
-        stack.callback(run.kill)
-        for rank, place in enumerate(places):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **place, **more}
-            task = script, run.files, common | own, disturb
-            run.processes.append(FORK.Process(target=be_rank, args=task))
-            run.processes[rank].start()
-        try:
-            yield run
-        except Wrong as wrong:
-            raise Wrong(f"{when}{wrong}") from None
