@@ -83,7 +83,7 @@ class Watcher:
     def on_batch(self, own, batch: dict, seconds: float) -> None:
         """A DataLoader has returned a batch, which took `seconds`."""
 
-    def on_collective(self, name: str, tensors: list, options: dict, place: str):
+    def on_collective(self, name: str, args: tuple, kwargs: dict, place: str):
         """The script (or a library) calls a collective."""
 
     def after_collective(self, name: str, tensors: list, place: str, seconds: float):
