@@ -102,17 +102,6 @@ class Check:
 CHECKS: dict[str, Check] = {}
 
 
-def _add(law: Law, function: Callable, level: str, read: str, **fields) -> Check:
-    fault, _, rest = function.__doc__.partition(".\n\n")
-    mend, _, right_if = " ".join(rest.split()).partition(" Not a mistake if: ")
-    name = function.__name__
-    if name in CHECKS:
-        raise TypeError(f"two checks have the name {name}")
-    texts = fault.strip(), mend, right_if, read
-    CHECKS[name] = Check(law, name, function, level, *texts, **fields)
-    return CHECKS[name]
-
-
 def check(
     law: Law,
     level: str,
@@ -122,6 +111,7 @@ def check(
     causes: Iterable[Check] = (),
     effects: Iterable[Check] = (),
     read: str = "",
+    explains: Check | None = None,
 ) -> Callable[[Callable], Check]:
     """Return a decorator that turns a function into a check of a law.
 
@@ -130,11 +120,18 @@ def check(
         causes: checks whose findings hide this check's findings.
         effects: checks whose findings are hidden by this check's findings.
         read: a pitfall, lesson or page of the repository that explains the mistake.
+        explains: the check whose breaches the function explains: see explains().
     """
 
     def add(function: Callable) -> Check:
+        fault, _, rest = function.__doc__.partition(".\n\n")
+        mend, _, right_if = " ".join(rest.split()).partition(" Not a mistake if: ")
+        texts, name = (fault.strip(), mend, right_if, read), function.__name__
+        if name in CHECKS:
+            raise TypeError(f"two checks have the name {name}")
         fields = {"general": general, "needs": (*needs,), "causes": {*causes}}
-        own = _add(law, function, level, read, **fields)
+        own = Check(law, name, function, level, *texts, **fields, explains=explains)
+        CHECKS[name] = own
         for one in effects:
             one.causes.add(own)
         return own
@@ -146,8 +143,8 @@ def explains(
     general: Check, level: str = "", read: str = ""
 ) -> Callable[[Callable], Check]:
     """Return a decorator for an explanation: (job, breach) -> Breach | None."""
-    known = level or general.level, read or general.read
-    return lambda function: _add(general.law, function, *known, explains=general)
+    level, read = level or general.level, read or general.read
+    return check(general.law, level, read=read, explains=general)
 
 
 def need(events, why: str):

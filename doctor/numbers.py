@@ -121,7 +121,7 @@ def numbers(text: str) -> Iterator[Number]:
         shares, places = kind[:3] in ("acc", "err", "top"), digits.partition(".")[2]
         if shares and (value > 100 or not (places or percent)):
             continue  # a count
-        gap = 0.01 * value if "e" in digits else 0.6 * 10 ** -len(places)
+        gap = 0.01 * value if "e" in digits else gap_of(digits)
         gap = 0.99 if shares and not places else gap  # rounded or truncated
         scale = 100 if shares and (percent or value > 1) else 1
         yield Number(kind, value, gap, scale, None, split, number, before)

@@ -120,19 +120,17 @@ def wrap(owner, name: str, method: Callable) -> None:
     def wrapped(*args, **kwargs):
         if torch.compiler.is_compiling():
             return call(*args, **kwargs)
-        results, failed = [], []
+        begun, results = [], []
 
         def original(*args, **kwargs):
-            try:
-                results.append(call(*args, **kwargs))
-            except BaseException as error:
-                failed.append(error)
-                raise
+            begun.append(True)
+            results.append(call(*args, **kwargs))
             return results[-1]
 
         try:
             return method(original, *args, **kwargs)
         except Exception as error:
+            failed = len(results) < len(begun)
             if failed or isinstance(error, StopIteration):
                 raise
             recorder.waiting = ""

@@ -86,9 +86,9 @@ class Results(Watcher):
             wrap(stream, "write", self.write)
         for name in LOSSES:
             wrap(torch.nn.functional, name, self.loss)
-        for owner, name in ((torch.Tensor, "__eq__"), (torch.Tensor, "eq")):
-            wrap(owner, name, self.equal)
         wrap(torch, "eq", self.equal)
+        wrap(torch.Tensor, "eq", self.equal)
+        wrap(torch.Tensor, "__eq__", self.equal)
         dist = torch.distributed
         for owner, names in ((dist, POINTS), (dist.Store, ("get", "multi_get"))):
             for name in names:

@@ -16,8 +16,7 @@ class Watcher:
     reach the job. `weights` lists an optimizer's weights in order, without shards.
     """
 
-    def __init_subclass__(cls, **options):
-        super().__init_subclass__(**options)
+    def __init_subclass__(cls):
         unknown = [x for x in vars(cls) if x[:3] == "on_" and not hasattr(Watcher, x)]
         if unknown:
             raise TypeError(f"{cls.__name__}: there is no moment {unknown[0]}")
@@ -83,7 +82,7 @@ class Watcher:
     def on_batch(self, own, batch: dict, seconds: float) -> None:
         """A DataLoader has returned a batch, which took `seconds`."""
 
-    def on_collective(self, name: str, tensors: list, options: dict, place: str):
+    def on_collective(self, name: str, args: tuple, kwargs: dict, place: str):
         """The script (or a library) calls a collective."""
 
     def after_collective(self, name: str, tensors: list, place: str, seconds: float):

@@ -114,6 +114,5 @@ def replace_everywhere() -> None:
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "torch" and isinstance(module, ModuleType):
             for key, value in list(vars(module).items()):
-                old, new = replaced.get(id(value), (None, None))
-                if old is value and old is not None:
-                    setattr(module, key, new)
+                if id(value) in replaced:
+                    setattr(module, key, replaced[id(value)][1])

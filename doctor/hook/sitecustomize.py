@@ -26,18 +26,16 @@ class AfterImport:
 
     calls = {"torch": "", "sklearn.metrics": "", "horovod.torch": "horovod_hooks"}
     calls |= {"torch.distributed.checkpoint": "checkpoint_hooks"}
-    searches = False
 
     def find_spec(self, name: str, path=None, target=None):
         """Find a module as usual, and wrap the function that executes the module."""
-        call = self.calls.get(name)
-        if self.searches or call is None:
+        call = self.calls.pop(name, None)  # the search below calls this finder again
+        if call is None:
             return None
-        self.searches = True  # the search below would call this finder again
         try:
             spec = importlib.util.find_spec(name)
         finally:
-            self.searches = False
+            self.calls[name] = call
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
