@@ -11,7 +11,7 @@ from pathlib import Path
 
 from . import laws  # noqa: F401  their checks
 from .cpu import NOT_CHECKED
-from .html import html, trace
+from .html import html
 from .job import Job
 from .law import CHECKS, WRONG, Report, examine
 from .laws.time import time_table
@@ -36,7 +36,6 @@ def arguments() -> argparse.Namespace:
     add("--cpu", nargs="?", const="", metavar="N", help=text)
     add("--json", type=Path, help="also write the report to a file")
     add("--html", type=Path, help="also write the report as a page with a timeline")
-    add("--trace", type=Path, help="write the timeline for ui.perfetto.dev")
     add("--verbose", action="store_true", help="list every check and what it saw")
     add("--explain", metavar="CHECK", help="print what a finding means, and exit")
     add("command", nargs=argparse.REMAINDER)
@@ -46,7 +45,7 @@ def arguments() -> argparse.Namespace:
     args.command = args.command[args.command[:1] == ["--"] :]
     if args.steps < 1 or args.short < 0:
         parser.error("--steps must be at least 1, and --short at least 0")
-    for path in filter(None, (args.json, args.html, args.trace)):
+    for path in filter(None, (args.json, args.html)):
         if path.is_dir() or not os.access(path.parent, os.W_OK):
             parser.error(f"cannot write {path}: give a file in an existing folder")
     if args.explain and args.explain not in CHECKS:
@@ -92,8 +91,6 @@ def main() -> int:
         args.json.write_text(json.dumps(as_json(job, report), indent=1) + "\n")
     if args.html:
         args.html.write_text(html(job, report))
-    if args.trace:
-        args.trace.write_text(trace(job))
     if status := status_of(job):
         return status
     if any(one.level == WRONG for one in report.findings):

@@ -102,8 +102,7 @@ class Draws(Watcher):
             kinds = [random.Random]
             if numpy := sys.modules.get("numpy"):
                 kinds += [numpy.random.Generator, numpy.random.RandomState, self.kind]
-            every = chain(*map(gc.get_objects, (2, 1, 0)))
-            own = [one for one in every if type(one) in kinds]
+            own = [x for n in (2, 1, 0) for x in gc.get_objects(n) if type(x) in kinds]
             recorder.write(Own(states=[*map(state_of, own)]))
         self.counts = Counter()
 
@@ -134,7 +133,8 @@ class Draws(Watcher):
 
     def generator(self, call, *args, **kwargs):
         result = call(*args, **kwargs)
-        if recorder.watching and not recorder.full(Made):
+        users = "site-packages" not in sys._getframe(2).f_code.co_filename
+        if users and recorder.watching and not recorder.full(Made):
             recorder.write(Made(state=state_of(result), place=place()))
         known = any(one is result for one in (*args, *kwargs.values()))
         return result if known else self.kind(result.bit_generator)

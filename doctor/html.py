@@ -1,6 +1,5 @@
-"""Format the report as a page (--html), and recorded steps as a timeline (--trace)."""
+"""Format the report as an HTML page with a timeline of the last steps (--html)."""
 
-import json
 import linecache
 from html import escape
 
@@ -141,19 +140,3 @@ def timeline(job: Job) -> str:
 <div class="key">{key}</div><p>{1000 * (end - start):.0f} ms in total; a dashed line
 marks the start of each step. Waiting is the time by which a rank's communication takes
 longer than the fastest rank's. Gaps are other work of the script.</p>"""
-
-
-def trace(job: Job) -> str:
-    """Return the spans in the Trace Event Format, which ui.perfetto.dev can show.
-
-    Source: https://perfetto.dev/docs/getting-started/other-formats
-    """
-    events = []
-    for rank, row in spans(job).items():
-        name = {"name": f"rank {rank}"}
-        events.append({"name": "process_name", "ph": "M", "pid": rank, "args": name})
-        for step, part, start, end in row:
-            times = {"ts": 1e6 * start, "dur": 1e6 * (end - start)}
-            one = {"name": part, "ph": "X", "pid": rank, "tid": 0, **times}
-            events.append({**one, "args": {"step": step + 1}})
-    return json.dumps({"traceEvents": events})

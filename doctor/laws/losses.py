@@ -41,6 +41,7 @@ class Losses(Watcher):
     def __init__(self):
         self.sums, self.received, self.fresh = [], [], True
         self.validated = set()  # networks evaluated in this pass
+        self.one_way = ""  # the line of all_gather() in the script's autograd function
 
     def on_input(self, network, inputs) -> None:
         key = id(next(network.parameters(), None))  # the same for a DDP model
@@ -51,6 +52,9 @@ class Losses(Watcher):
         self.validated |= set() if trains or network.training else {key}
 
     def on_collective(self, name, arguments, options, where) -> None:
+        part = part_of_function()
+        if part == "backward" and Passes.here.current:
+            Passes.here.current.pop("one_way", None)
         if not recorder.watching or name not in RECEIVE or not arguments:
             return
         given = [*arguments[:2], *options.values()]
@@ -60,6 +64,8 @@ class Losses(Watcher):
             if own.is_floating_point() and own.dim() > 1 and not in_torch():
                 gathers = name.startswith("all_gather")
                 tracks = gathers and own.requires_grad and torch.is_grad_enabled()
+                if gathers and own.requires_grad and own.is_cpu and part == "forward":
+                    self.one_way = where
                 results = given[0] if gathers else []
                 results = results if isinstance(results, (list, tuple)) else [results]
                 self.received = [*self.received[-15:], (results, tracks, where)]
@@ -71,9 +77,12 @@ class Losses(Watcher):
 
     def on_backward(self, root) -> None:
         received, self.received, self.fresh = self.received, [], True
+        one_way, self.one_way = self.one_way, ""
         current = Passes.here.current
         if not recorder.watching or current is None:
             return
+        if one_way:
+            current["one_way"] = one_way  # until its backward() calls a collective
         for results, tracks, where in received:
             current["received"] = where
             own = [one.requires_grad for one in results]
@@ -89,6 +98,17 @@ class Losses(Watcher):
 
     def after_step(self, optimizer, weights) -> None:
         self.sums = []
+
+
+def part_of_function() -> str:
+    """Return "forward" or "backward" if an autograd function of the script runs."""
+    for frame, _ in walk_stack(sys._getframe(2)):
+        code = frame.f_code
+        if code.co_name in ("forward", "backward") and code.co_argcount:
+            first = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(first, torch.autograd.function.BackwardCFunction):
+                return code.co_name
+    return ""
 
 
 def in_torch() -> bool:

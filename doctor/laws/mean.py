@@ -178,9 +178,16 @@ def gathered_without_gradient(job):
         what = "all_gather() gets a tensor with a gradient, but its results have none"
         yield Breach(what, place)
         return
+    level = NOTE if rows[0][0].adaptive else RISK
     for place in cut_off(job, put_back=True)[:1]:
         what = "of the tensors of all_gather(), only the rank's own has a gradient"
-        yield Breach(what, place, level=NOTE if rows[0][0].adaptive else RISK)
+        yield Breach(what, place, level=level)
+        return
+    averaged = [x.row[0].passes for x in fits(job) if near(x.factor, 1)]
+    lines = [entry["one_way"] for x in averaged for entry in x if "one_way" in entry]
+    if len(lines) > len(averaged) / 2:
+        what = "all_gather() is in an autograd function whose backward() sends nothing"
+        yield Breach(what, lines[0], level=level)
 
 
 @check(LAW, RISK, causes=[*EARLIER, mean_gradient], read="lesson 3")
