@@ -306,19 +306,6 @@ def save_in_place(job):
             yield Breach(what, own[-1].place)
 
 
-@check(LAW, RISK, read="pitfall 18")
-def ddp_keys(job):
-    """Saved weights have names that only the wrapped network has.
-
-    Save model.module.state_dict().
-    Not a mistake if: you load this file only into a DDP model.
-    """
-    for path, own in checkpoints(job):
-        if any(one.wrapped for one in own):
-            what = f"the weights in {base(path)} are named module.* or _orig_mod.*"
-            yield Breach(what, own[0].place)
-
-
 @check(LAW, WRONG, effects=[no_optimizer], read="lesson 16")
 def shards_saved(job):
     """A file contains only one rank's shards of the weights.

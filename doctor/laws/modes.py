@@ -1,6 +1,7 @@
-"""Law 6: every weight learns. Checks the modes in which layers run."""
+"""Law 6: every weight learns. Checks the modes of layers, and frozen weights."""
 
 import sys
+from collections import Counter
 
 from ..event import Event
 from ..law import RISK, Breach, check, need
@@ -9,7 +10,11 @@ from ..moments import Moments, Step, kind, trains
 from ..record import not_the_users, place, recorder, torch, wrap
 from ..watcher import Watcher
 from .alive import LAW, Alive, dead_weights, not_in_an_optimizer
+from .gradient import not_averaged
 from .layers import Layers, networks
+from .passes import Update
+from .replicas import listed
+from .states import State
 
 LOST = dead_weights, not_in_an_optimizer
 
@@ -172,3 +177,26 @@ def validations(job) -> list[Validation]:
         feeding |= {one.loader for one in process.of(EpochEnd) if one.steps}
         found += [x for x in process.of(Validation) if x.loader not in feeding]
     return sorted(found, key=lambda one: one.time)
+
+
+@check(LAW, RISK, needs=[Update, State], causes=[not_averaged])
+def zeroed(job):
+    """Weights change although the script sets their gradients to zero.
+
+    To freeze weights, set their gradients to None, or call requires_grad_(False) and
+    wrap the network again: momentum and weight decay also change weights without it.
+    Not a mistake if: these weights are meant to change.
+    """
+    rank, found = job.processes[0], Counter()
+    own = [x for x in rank.of(State) if (x.moment, x.what) == ("step", "weights")]
+    now = {x.step: x.rows() for x in own}
+    for one in rank.of(Update):
+        before, after = now.get(one.step, {}), now.get(one.step + 1, {})
+        for number, name in enumerate(one.names):
+            given = any(any(one.part(x, number)) for x in one.local)
+            same = before.get(name) == after.get(name)
+            found[name] += given and not (same or any(one.part(one.used, number)))
+    if names := [name for name, steps in found.items() if steps > 2]:
+        what = f"in {found[names[0]]} steps, the gradients of {len(names)} weights are "
+        what += f"set to zero, but these weights change: {listed(names)}"
+        yield Breach(what, rank.of(Update)[0].place)

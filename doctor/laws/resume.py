@@ -11,7 +11,16 @@ from ..loaders import leaves
 from ..moments import Moments, Step, weights
 from ..record import place, recorder, torch, wrap
 from ..watcher import Watcher
-from .checkpoints import Checkpoints, Saved, floats, has, mark_of, no_optimizer, parts
+from .checkpoints import (
+    Checkpoints,
+    Saved,
+    checkpoints,
+    floats,
+    has,
+    mark_of,
+    no_optimizer,
+    parts,
+)
 from .files import LAW, base
 
 
@@ -107,7 +116,7 @@ class Resumes(Watcher):
             rest -= got
         event = Restored(what=what, lost=False, own=any(same), place=place())
         if what == "optimizer":
-            names = self.names | Moments.here.names
+            names = Moments.here.names | self.names  # the former may be outdated
             event.weights = [names.get(id(x), "") for x in weights(owner)]
             event.mark = mark_of(state)
         result = call(owner, *args, **kwargs)
@@ -136,6 +145,21 @@ def live_snapshot(job):
             level = RISK if one.taken else NOTE  # perhaps all of the job's weights
             yield Breach(what, one.place, level=level)
             return
+
+
+@check(LAW, RISK, read="pitfall 18")
+def ddp_keys(job):
+    """Saved weights have names that only the wrapped network has.
+
+    Save model.module.state_dict().
+    Not a mistake if: you load this file only into a DDP model.
+    """
+    lost = any(one.lost for one in job.of(Restored))
+    read = {one.path for one in job.of(Resumed) if not lost}
+    for path, own in checkpoints(job):
+        if path not in read and any(one.wrapped for one in own):
+            what = f"the weights in {base(path)} are named module.* or _orig_mod.*"
+            yield Breach(what, own[0].place)
 
 
 @check(LAW, RISK, read="pitfall 18")

@@ -2,8 +2,10 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import groupby
 
 from ..law import RISK, Breach, check, need
+from ..reads import Feed
 from .ranks import LAW, Facts
 from .samples import datasets_differ
 
@@ -27,8 +29,31 @@ def settings_differ(job):
             told = ", ".join(f"{x} on rank {n}" for n, x in enumerate(row[:4]))
             what = f"{name}: {told} in step {step + 1} and others ({number} passes)"
             yield Breach(what, place)
+    for what in changed(job):
+        yield Breach(what, job.processes[0].loader().place)
+        return
     names = ", ".join(name for name in count if " of " not in name)
     yield f"equal on all ranks in {max(count.values())} passes: {names}"
+
+
+def changed(job) -> Iterator[str]:
+    """Yield a message if a number of the training dataset changes on some ranks only.
+
+    A whole number that grows may be a counter.
+    """
+    lists = []
+    for process in job.processes:
+        feeds = {x.epoch: x for x in process.of(Feed) if x.loader == process.training}
+        lists.append([feeds[x].fields for x in process.epochs if x in feeds])
+    for name in lists[0][0] if all(lists) else ():
+        rows = [[x.get(name) for x in own] for own in lists]
+        firsts, ends = ({x[n] for x in rows} for n in (0, -1))
+        kinds = [[value for value, _ in groupby(row)] for row in rows]
+        grow = any(isinstance(x[-1], int) and x[-1] > x[0] for x in rows)
+        once = sorted({*map(len, kinds)}) == [1, 2]
+        if once and len(firsts) == 1 and len(ends) > 1 and not grow:
+            told = ", ".join(f"{x[-1]} on rank {n}" for n, x in enumerate(rows[:4]))
+            yield f"{name} is {rows[0][0]} on every rank at first, and later {told}"
 
 
 def facts(job) -> Iterator[tuple[str, list, int, str]]:

@@ -10,7 +10,7 @@ from ..job import Process
 from ..law import RISK, Breach, Doubt, check, need
 from ..neighbours import Input, Targets
 from ..record import place, recorder, torch, wrap
-from ..sample import numbers
+from ..sample import digest, numbers
 from ..watcher import Watcher
 from .ranks import LAW
 from .samples import datasets_differ
@@ -24,8 +24,9 @@ class Contrast(Event, limit=400):
 
     first: int  # the first sample's target; the others are the next integers
     count: int  # number of samples, and of each rank's candidates
-    loss: float
     place: str
+    candidate: int = 0  # a hash of the first candidate, or 0 if it is unknown
+    loss: float = 0.0
 
 
 class Candidates(Watcher):
@@ -48,14 +49,30 @@ class Candidates(Watcher):
         fits = target.dim() == 1 and scores.shape == (count, size * count)
         if fits and size > 1 and count > 1 and not target.is_floating_point():
             if bool((target.diff() == 1).all()):
-                self.pending.append((int(target[0]), count, result.detach(), place()))
+                own = {"first": int(target[0]), "candidate": first_candidate(scores)}
+                one = Contrast(count=count, place=place(), **own)
+                self.pending.append((one, result.detach()))
         return result
 
     def on_step(self, optimizer, weights, gradients) -> None:
         pending, self.pending = self.pending, []
-        losses = numbers([one[2] for one in pending], 1)
-        for (first, count, _, where), (loss,) in zip(pending, losses, strict=True):
-            recorder.write(Contrast(first=first, count=count, loss=loss, place=where))
+        losses = numbers([loss for _, loss in pending], 1)
+        for (one, _), (one.loss,) in zip(pending, losses, strict=True):
+            recorder.write(one)
+
+
+def first_candidate(scores) -> int:
+    """Return a hash of the candidate that the first column of scores (N, M) is about.
+
+    Return 0 unless the scores are the product of two matrices, times a constant.
+    """
+    node = scores.grad_fn
+    for _ in range(6):
+        found = getattr(node, "_saved_mat2", None)
+        if found is not None and found.size(-1) == scores.size(1):
+            return digest(numbers([found[..., :1]]))
+        node = next((x for x, _ in getattr(node, "next_functions", ()) if x), None)
+    return 0
 
 
 @check(LAW, RISK, needs=[Contrast])
@@ -74,6 +91,10 @@ def same_targets(job):
     means = [fmean(own) for own in zip(*losses, strict=True)]
     above = sum(min(row[1:]) > row[0] for row in losses)
     text = f"the targets are {one.first} to {one.first + one.count - 1} on every rank"
+    heads = [{x.candidate for x in row} for row in same]
+    if all(len(x) == 1 and 0 not in x for x in heads):
+        yield Breach(f"{text}, and the first candidate is the same one", one.place)
+        return
     if above < 0.75 * len(later) or min(means[1:]) < 1.05 * means[0]:
         raise Doubt(f"{text}, which is right if each rank's own candidates come first")
     told = ", ".join(f"{x:.3g} on rank {n}" for n, x in enumerate(means[:4]))

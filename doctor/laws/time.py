@@ -36,6 +36,7 @@ class Spans(Event):
     queued: float  # seconds in which the process waited for a core
     spans: list[tuple[str, float, float]]  # part, start and end: seconds since 1970
     calls: dict[str, float]  # line -> seconds in collectives
+    size: int = 0  # number of elements of the training networks' inputs
 
 
 class Runs(Event, limit=4):
@@ -53,6 +54,7 @@ class Clock(Watcher):
         self.known = set()
         self.ended = self.forward = self.back = self.stepping = 0.0
         self.waited = self.queue = 0.0
+        self.size = 0
         self.spans, self.calls = deque(maxlen=200), Counter()
         self.averages = False  # a backward pass of this step has ended
 
@@ -70,6 +72,8 @@ class Clock(Watcher):
 
     def on_input(self, network, inputs) -> None:
         self.forward = time.perf_counter()
+        if torch.is_grad_enabled():
+            self.size += sum(one.numel() for one in inputs)
 
     def on_output(self, network, outputs, batch) -> None:
         part = "forward" if torch.is_grad_enabled() else "validation"
@@ -116,9 +120,11 @@ class Clock(Watcher):
         queue, wall = queued(), now - self.ended if self.ended else 0.0
         own = {"spans": [*self.spans], "calls": dict(self.calls.most_common(9))}
         own |= {"watched": recorder.watching, "queued": queue - self.queue}
+        own |= {"size": self.size}
         recorder.write(Spans(wall=wall, **own))
         self.spans.clear()
         self.calls.clear()
+        self.size = 0
         self.averages, self.ended, self.queue = False, time.perf_counter(), queue
 
 
@@ -192,7 +198,7 @@ def bottleneck(job):
     Look at the last lines of the report, which show how long each part takes.
     """
     wall, steps = walls(job), [timed(process) for process in job.processes]
-    if slow := slowest(job, steps, wall):
+    if slow := slowest(job, steps, wall) or in_turn(job, steps):
         yield slow
         return
     shares, costs, found = {}, Counter(), []
@@ -219,6 +225,25 @@ def bottleneck(job):
             found.append(Breach(what, where, mend=mend))
     rest = ", ".join(f"{part} {share:.0%}" for part, (share, _) in shares.items())
     yield from found or [f"a median step takes {1000 * wall:.0f} ms: {rest}"]
+
+
+def in_turn(job, steps: list[list[Spans]]) -> Breach | None:
+    """Return a breach if the ranks wait in turn for the one with the largest batch."""
+    columns, works, unlike, fits = [*zip(*steps, strict=False)], [], [], []
+    for column in columns:
+        works.append([x.wall - parts(x)["communication"] - x.queued for x in column])
+        sizes = [one.size for one in column]
+        unlike.append(min(sizes) < 0.8 * max(sizes))
+        fits.append(sizes[works[-1].index(max(works[-1]))] == max(sizes))
+    needed = sum(map(max, works))
+    share = 1 - max(map(sum, zip(*works, strict=True))) / needed
+    often = sum(a and b for a, b in zip(unlike, fits, strict=True))
+    if share < 2 * SHARE or often < 0.8 * sum(unlike) or sum(unlike) < len(columns) / 3:
+        return None
+    what = f"in {sum(unlike)} of {len(columns)} steps, the ranks' batches have unlike "
+    what += f"sizes, and the others wait for the largest one: {share:.0%} of the time"
+    mend = "In each step, give all ranks samples of similar size: sort samples into "
+    return Breach(what, mend=mend + "groups of similar size, and take steps by group.")
 
 
 def slowest(job, steps: list[list[Spans]], wall: float) -> Breach | None:
