@@ -117,11 +117,8 @@ def environment(**extra: str) -> dict[str, str]:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     names += ("MASTER_PORT", "NPROC", "LAUNCHER", "CONTROLLER", "HOSTS")
     others = ("SLURM_", "GLOO_", "NCCL_")
-    clean = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in names and not name.startswith(others)
-    }
+    kept = [n for n in os.environ if n not in names and not n.startswith(others)]
+    clean = {name: os.environ[name] for name in kept}
     clean["PATH"] = f"{Path(sys.executable).parent}:{clean['PATH']}"
     clean["PYTHON"] = sys.executable
     clean |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -5,7 +5,9 @@ import json
 import os
 import sys
 from functools import partial
+from itertools import count, pairwise
 from pathlib import Path
+from unittest.mock import Mock
 
 import torch
 from played import Played, free_port
@@ -13,6 +15,7 @@ from played import Played, free_port
 from benchmarks import comparison, input, step
 from benchmarks.photographs import write_photographs
 from common import images
+from scripts import network
 
 
 def test_the_usual_pipeline_is_our_pillow_pipeline_normalized(tmp_path):
@@ -38,6 +41,20 @@ def test_ratios_are_of_one_round_and_rows_are_medians():
     works = {name: lambda name=name: called.append(name) or 1.0 for name in found}
     assert comparison.interleave(works, 3) == {"base": [1.0] * 3, "other": [1.0] * 3}
     assert called.count("base") == called.count("other") == 4  # with a warm-up round
+
+
+def test_a_gpu_has_finished_whenever_the_clock_is_read(monkeypatch):
+    calls = Mock(**{"clock.side_effect": count(), "dist.get_rank.return_value": 0})
+    calls.dist.get_world_size.return_value = 1
+    monkeypatch.setattr("time.perf_counter", calls.clock)
+    monkeypatch.setattr(network, "perf_counter", calls.clock)
+    monkeypatch.setattr(network, "dist", calls.dist)
+    monkeypatch.setattr(torch.cuda, "synchronize", calls.wait)
+    network.all_reduce_seconds(Mock(is_cuda=True, nbytes=2**21), [0])
+    step.timed(calls.work, 1, torch.device("cuda"))()
+    names = [name for name, *_ in calls.mock_calls]
+    waited = [one == "wait" for one, name in pairwise(names) if name == "clock"]
+    assert waited == [True] * 14 and "work" in names
 
 
 def compare_on_one_process(folder: Path) -> None:

@@ -342,7 +342,6 @@ def test_a_process_that_found_another_checkpoint_is_named(other, tmp_path):
     """Ranks find different checkpoints if, for example, --output differs between machines."""
     saved(tmp_path)
     tables = []
-
     for rank in range(3):
         run = resumed(tmp_path / "run")
         run.images = [50, 2**48 - 1]

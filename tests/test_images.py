@@ -48,10 +48,8 @@ def odd_files():
     yield "CMYK without Adobe", content[:marker] + content[marker + 16 :]
     for mode in ("RGB", "L", "1", "P", "RGBA", "LA"):
         yield f"PNG, {mode}", saved(image.convert(mode), format="PNG")
-    yield (
-        "PNG, palette with alpha",
-        saved(image.convert("P"), format="PNG", transparency=3),
-    )
+    alpha = saved(image.convert("P"), format="PNG", transparency=3)
+    yield "PNG, palette with alpha", alpha
     yield "WebP", saved(image, format="WEBP", lossless=True)
     for name in ("GIF", "TIFF", "BMP", "PPM"):
         yield name, saved(image, format=name)
@@ -111,10 +109,8 @@ def test_a_decoder_gives_pillows_pixels(decoder):
         decode = partial(images.DECODERS[decoder], content)
         found = as_tensor(decode(lambda height, width: (0, 0, height, width)))
         assert torch.equal(found, expected), kind
-        for made in (
-            images.train_transform(decode, 32, 0.08, True),
-            images.val_transform(decode, 32),
-        ):
+        cropped = images.train_transform(decode, 32, 0.08, True)
+        for made in (cropped, images.val_transform(decode, 32)):
             assert made.shape == (3, 32, 32) and made.dtype == torch.uint8, kind
 
 
@@ -145,10 +141,8 @@ def test_an_unreadable_image_is_one_line(pictures, capfd, decoder):
     half = path.read_bytes()[:-900]
     path.unlink()
     reasons = {None: "No such file", **dict.fromkeys((b"text", b"", half[:200]), ".")}
-    for content, reason in {
-        **reasons,
-        half: "truncated|incomplete|cannot decode",
-    }.items():
+    reasons[half] = "truncated|incomplete|cannot decode"
+    for content, reason in reasons.items():
         if content is not None:
             path.write_bytes(content)
         pattern = f"^--decoder {decoder} cannot read {path}: .*({reason})"

@@ -149,13 +149,9 @@ def test_gpus_that_pytorch_cannot_use_are_one_line(launch, name):
         assert (status, text.count("\n")) == (2, 1)
         line = f"{name}.sh: error: nvidia-smi lists GPUs that PyTorch cannot use"
         assert line in text
-    cpu = {"SMI": "GPU 0: H100", "NPROC": "2"}
-    for variables in (
-        {**cpu, "CUDA_VISIBLE_DEVICES": ""},
-        {**cpu, "CUDA_VISIBLE_DEVICES": "-1"},
-        {"SMI": "No devices found."},
-        {"SMI": "GPU 0: H100", "GPUS": "2"},
-    ):
+    gpu = {"SMI": "GPU 0: H100"}
+    cpu = [{**gpu, "NPROC": "2", "CUDA_VISIBLE_DEVICES": hide} for hide in ("", "-1")]
+    for variables in (*cpu, {"SMI": "No devices found."}, {**gpu, "GPUS": "2"}):
         assert launch(f"{name}.sh", **variables)[0] == 0
     assert "nproc-per-node 2 " in launch("distributed.sh", GPUS="4", USABLE="0")[1]
 
@@ -171,6 +167,13 @@ def test_scripts_that_set_up_start_their_programs(launch):
     assert launch("quickstart.sh", FAILS="python -m scripts.sample_data")[0] == 1
     line = "quickstart.sh: error: it takes no arguments, but got --data x\n"
     assert launch("quickstart.sh", "--data", "x") == (2, line)
+
+
+def test_the_gpu_check_fails_if_its_tests_or_its_timings_fail(launch, tmp_path):
+    how = {"GPUS": "1", "OUTPUT": str(tmp_path)}
+    for fails in ("none", "python -m pytest", f"python -m benchmarks.gpu {tmp_path}/t"):
+        status, text = launch("gpu_check.sh", FAILS=fails, **how)
+        assert (status, text.count("python -m ")) == (fails != "none", 3)
 
 
 def test_the_environment_is_installed_once(launch, tmp_path):
@@ -254,12 +257,9 @@ def test_the_quickstart_resumes_each_run_and_shows_how_long_the_rest_takes(
     monkeypatch.setattr(sys, "argv", ["quickstart", "data", str(tmp_path)])
     with pytest.raises(SystemExit, match="True"):  # one run has failed
         quickstart.main()
-    assert commands == [
-        ("dataparallel", "1", "--resume"),
-        ("distributed", "2", "--resume"),
-        ("multiprocessing_distributed", "2", "--resume"),
-        ("horovod_distributed", "2", "--resume"),
-    ]
+    processes = dict.fromkeys(quickstart.LAUNCHERS, "2") | {"dataparallel": "1"}
+    del processes["apex_distributed"]
+    assert commands == [(*pair, "--resume") for pair in processes.items()]
     printed = capsys.readouterr().out
     assert re.findall(r"^== run (.*)", printed, re.M) == [
         "1 of 5: dataparallel",  # then 8 + 2 + 8 epochs are left, after 8 in 2 minutes
@@ -342,16 +342,12 @@ if rank == "1":
     os.kill(os.getpid(), 9) if status == 9 else sys.exit(status)
 time.sleep(60)
 """
+ENDS = [(2, 2, "script.py: error: what to do")]
+ENDS += [(9, 137, "horovodrun: error: rank 1 ended with status 137 (SIGKILL)")]
 
 
 @pytest.mark.horovod
-@pytest.mark.parametrize(
-    "status, code, last",
-    [
-        (2, 2, "script.py: error: what to do"),
-        (9, 137, "horovodrun: error: rank 1 ended with status 137 (SIGKILL)"),
-    ],
-)
+@pytest.mark.parametrize("status, code, last", ENDS)
 def test_horovodrun_prints_what_the_processes_print(status, code, last, tmp_path):
     """In the first run, each process sees a terminal."""
     (tmp_path / "rank.py").write_text(RANK)

@@ -103,10 +103,9 @@ def test_the_layout(tmp_path):
     assert not problems(ROOT)
     skipped = shutil.ignore_patterns(".*", "__pycache__", "results", "runs", "tests")
     copy = shutil.copytree(ROOT, tmp_path / "copy", ignore=skipped)
-    for name, text in (
-        ("common/errors.py", "import torch.distributed\n"),
-        ("distributed.py", "import benchmarks\n" + 300 * "\n"),
-    ):
+    texts = {"common/errors.py": "import torch.distributed\n"}
+    texts["distributed.py"] = "import benchmarks\n" + 300 * "\n"
+    for name, text in texts.items():
         (copy / name).write_text((copy / name).read_text() + text)
     found = " ".join(sorted(problems(copy)))
     wanted = "common.errors imports torch.distributed", "distributed imports benchmarks"

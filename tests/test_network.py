@@ -16,11 +16,8 @@ WRONG = {"": "a launcher: torchrun ", "=x": "float value: 'x'", "=0": "be a posi
 
 def measured(sizes):
     """Run the program as one of a launcher's processes; return its all-reduces' bytes and seconds."""
-    network.SIZES, network.PAIR, sys.argv[:] = (
-        sizes,
-        sizes[-1],
-        ["network.py", "--parameters=7e6"],
-    )
+    network.SIZES, network.PAIR = sizes, sizes[-1]
+    sys.argv[:] = ["network.py", "--parameters=7e6"]
     network.socket.gethostname = lambda: "aab"[int(os.environ["RANK"])]
     measure, found = network.all_reduce_seconds, []
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import tarfile
+import tracemalloc
 
 import numpy
 import pytest
@@ -119,8 +120,9 @@ def test_what_cannot_be_unpacked_is_one_line(archives, monkeypatch, capsys):
 
 
 def test_hugging_faces_files(archives, tmp_path, monkeypatch, capsys):
-    """Hugging Face's files become the same folders; a wrong file causes a one-line error."""
+    """Hugging Face's files become the same folders, without much memory; a wrong file is one line."""
     arrow = pytest.importorskip("pyarrow")
+    write_table = importlib.import_module("pyarrow.parquet").write_table
     old, new, data = (tmp_path / name for name in ("old", "good", "hub/data"))
     unpack(archives, old)
     data.mkdir(parents=True)
@@ -135,7 +137,7 @@ def test_hugging_faces_files(archives, tmp_path, monkeypatch, capsys):
             rows = [{"bytes": images[path], "path": path} for path in images]
             labels = [classes.index(path.parent.name) for path in paths]
             table = arrow.table({"image": rows, "label": labels})
-            importlib.import_module("pyarrow.parquet").write_table(table, file)
+            write_table(table, file)
 
     write()
     unpack(data.parent, new)
@@ -144,6 +146,13 @@ def test_hugging_faces_files(archives, tmp_path, monkeypatch, capsys):
         for root in (old, new)
     )
     assert found == wanted and len(found) == 18
+    rows = [{"bytes": bytes(50_000), "path": "x.JPEG"}] * 1000
+    table = arrow.table({"image": rows, "label": [0] * 1000})
+    write_table(table, big := new / "x.parquet")
+    tracemalloc.start()
+    assert sum(1 for _ in prepare_imagenet.images(big)) == 1000
+    assert tracemalloc.get_traced_memory()[1] < 2e7  # of 5e7
+    tracemalloc.stop()
 
     acts = [(lambda: write("{0.stem}.JPEG"), "JPEG does not end with a class")]
     acts += [(lambda: write(classes=CLASSES[::-1]), "labels do not number the")]

@@ -153,10 +153,8 @@ def ran(photographs, tmp_path_factory):
         assert len(found) == processes
 
         def came_to(case):
-            return [
-                [one for run, one in zip(runs, rank, strict=True) if run[0] == case]
-                for rank in found
-            ]
+            places = [place for place, run in enumerate(runs) if run[0] == case]
+            return [[rank[place] for place in places] for rank in found]
 
         return {case: (came_to(case), folder / case) for case in chosen}
 

@@ -68,14 +68,11 @@ def test_a_launched_training_is_the_same(trained, digits, tmp_path):
 
 
 # One more process than needed causes one more batch, which has one image
-@pytest.mark.parametrize(
-    "name, world_size, batch",
-    [
-        ("dataparallel", 1, 2048),
-        ("distributed", 3, 3 * 119),
-        ("multiprocessing_distributed", 4, 4 * 89),
-    ],
-)
+EVALUATED = [("dataparallel", 1, 2048), ("distributed", 3, 3 * 119)]
+EVALUATED += [("multiprocessing_distributed", 4, 4 * 89)]
+
+
+@pytest.mark.parametrize("name, world_size, batch", EVALUATED)
 def test_evaluate_finds_what_was_recorded(
     trained, digits, tmp_path, name, world_size, batch
 ):

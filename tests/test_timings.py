@@ -17,6 +17,7 @@ from conftest import ROOT, TINY, Started, processes_of, run, wait_until
 from played import Played
 from ranks import Ranks, run_ranks, train
 
+from benchmarks.processes import end, send
 from benchmarks.timings import gate, plan, report, session, statistics
 from benchmarks.timings.__main__ import parse
 from benchmarks.timings.measure import Candidate, cohort, pin
@@ -169,6 +170,14 @@ def test_at_the_gate_all_wait_and_no_bit_changes(tmp_path):
     torch.testing.assert_close(*weights, rtol=0, atol=0)
 
 
+def test_a_signal_reaches_one_candidate_and_the_end_reaches_all(tmp_path):
+    paths, sleep = [tmp_path / "a", tmp_path / "a-again"], ["sleep", "60"]
+    a, b = (subprocess.Popen(sleep, env={gate.VARIABLE: str(x)}) for x in paths)
+    assert send(paths[0], signal.SIGTERM) and a.wait() == -signal.SIGTERM
+    end(tmp_path)
+    assert b.wait() == -signal.SIGKILL
+
+
 def test_nothing_outlives_a_killed_measurement(digits, tmp_path):
     words = "-m benchmarks.timings --modes jpeg --strategies distributed --processes 1 "
     words += "--arch squeezenet1_1 --image-size 32 --batch-size 4 --precision fp32"
@@ -188,12 +197,6 @@ def test_nothing_outlives_a_killed_measurement(digits, tmp_path):
 # --- the command ---
 
 
-@pytest.fixture
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-
-
 def test_help_lists_the_flags_before_anything_is_installed(tmp_path):
     bare = tmp_path / "python"  # without site-packages
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
@@ -204,7 +207,9 @@ def test_help_lists_the_flags_before_anything_is_installed(tmp_path):
 
 
 @pytest.fixture
-def args(tmp_path, monkeypatch, no_gpu):
+def args(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     args = parse(["--modes", "synthetic", "--output", str(tmp_path)])
     args.minutes = 1
     plan.complete(args)

@@ -68,16 +68,16 @@ class Batches(list):
 INTERVALS = [(100, 50, 90.0), (102, 64, 90.5), (106, 8, 92.0), (137, 31, 92.0)]
 
 
-def progress(monkeypatch, intervals, length=40, **place) -> Progress:
+def progress(monkeypatch, intervals, length=40, done=0, **place) -> Progress:
     """Return the Progress of an epoch that starts at second 0 and has ten-step intervals."""
     clock = Mock(side_effect=[0, *(end for end, *_ in intervals)])
     monkeypatch.setattr(meters, "time", Namespace(perf_counter=clock))
     loader = Batches(range(length))
     vars(loader).update(place)
-    shown = Progress("epoch 3/90", loader)
+    shown = Progress("epoch 3/90", loader, done)
     for number, (_, images, loader.waited) in enumerate(intervals, start=1):
         means = {"loss": 2.34567, "top1": 45.2, "images": images}
-        shown.show_interval(10 * number, means, 0.1)
+        shown.show_interval(done + 10 * number, means, 0.1)
     return shown
 
 
@@ -95,9 +95,9 @@ def test_a_log_gets_a_line_every_half_minute(monkeypatch, capsys):
     """Rank 0 also prints the first and the last interval; the other ranks print nothing."""
     progress(monkeypatch, INTERVALS[:3], length=50, rank=1)
     assert capsys.readouterr() == ("", "")
-    progress(monkeypatch, INTERVALS, length=50)
+    progress(monkeypatch, INTERVALS, length=70, done=20)  # a resumed epoch
     lines = capsys.readouterr().out.splitlines()
-    wanted = [f"epoch 3/90, step {step}/50" for step in (10, 40)]
+    wanted = [f"epoch 3/90, step {step}/70" for step in (30, 60)]
     assert [line.split(":")[0] for line in lines] == wanted
     first = "loss 2.346, top-1 45.20 %, 0 images/s, data wait 90%, lr 0.1, "
     assert lines[0].partition(": ")[2].startswith(first)
@@ -301,12 +301,11 @@ def weights(tmp_path, monkeypatch):
 
 def test_pretrained_weights_that_fit_are_kept(weights, capsys):
     """With other classes, rank 0 prints which weights are not the pretrained ones."""
-    args = parse(*X, "--pretrained", "--arch", "mobilenet_v2")
-    for classes, new in (
-        (1000, []),
-        (10, ["classifier.1.weight", "classifier.1.bias"]),
-    ):
+    args = parse(*X, "--pretrained", "--compile", "--arch", "mobilenet_v2")
+    layer = ["classifier.1.weight", "classifier.1.bias"]
+    for classes, new in ((1000, []), (10, layer)):
         model = build_model(args, range(classes), 0)
+        assert model._compiled_call_impl
         torch.manual_seed(args.seed)
         fresh = get_model("mobilenet_v2", num_classes=classes).state_dict()
         for name, value in model.state_dict().items():
@@ -324,12 +323,18 @@ def test_pretrained_weights_that_fit_are_kept(weights, capsys):
 
 
 @pytest.mark.parametrize("arch", ("googlenet", "inception_v3", "vit_b_32"))
-def test_a_model_has_one_output(arch):
+def test_a_model_has_one_output_and_else_torchvisions_settings(arch, monkeypatch):
+    """Some of torchvision's pretrained models change the normalization themselves."""
     with torch.device("meta"):
-        args = parse(*X, "--arch", arch)
-        model = build_model(args, range(1000), 0).train()
-        images = torch.empty(2, 3, args.image_size, args.image_size)
-        assert model(images).shape == (2, 1000)
+        state = get_model(arch).state_dict()
+        monkeypatch.setattr(WeightsEnum, "get_state_dict", lambda *_, **__: state)
+        for flags, weights in (([], None), (["--pretrained"], "DEFAULT")):
+            args = parse(*X, "--arch", arch, *flags)
+            nets = build_model(args, range(1000), 0), get_model(arch, weights=weights)
+            images = torch.empty(2, 3, args.image_size, args.image_size)
+            assert nets[0].train()(images).shape == (2, 1000)
+            a, b = ({x for x in vars(m).items() if type(x[1]) is bool} for m in nets)
+            assert {name for name, _ in a ^ b} <= {"aux_logits"}
 
 
 def test_labels_that_are_not_class_numbers_are_refused():

@@ -14,10 +14,8 @@ from conftest import ROOT, run, start, wait_until
 from hosts import NAMES, Hosts, call, hosts_missing
 
 REASON = hosts_missing()
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
-]
+skipped = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = [pytest.mark.cluster, skipped]
 FLAGS = (
     "--image-size 32 --arch squeezenet1_1 --precision fp32 --lr 0.02 -b 16 -j 1 "
     "--warmup-epochs 0 --print-interval 1 --epochs 2 --max-steps 3 --schedule cosine"
@@ -125,16 +123,12 @@ def one_host(digits, tmp_path_factory):
     return came_to(output)
 
 
-@pytest.mark.parametrize(
-    "launch",
-    [
-        torchrun,
-        spawn,
-        pytest.param(horovodrun, marks=pytest.mark.horovod),
-        pytest.param(mpirun, marks=pytest.mark.mpi),
-        sbatch,
-    ],
-)
+LAUNCHERS = [torchrun, spawn, sbatch]
+LAUNCHERS += [pytest.param(horovodrun, marks=pytest.mark.horovod)]
+LAUNCHERS += [pytest.param(mpirun, marks=pytest.mark.mpi)]
+
+
+@pytest.mark.parametrize("launch", LAUNCHERS)
 def test_two_hosts_come_to_what_one_does(job, digits, one_host, tmp_path, launch):
     output = tmp_path / "run"
     launch(job, "--data", digits, *FLAGS, "--output", output)

@@ -31,10 +31,7 @@ RESUMED = 3e-3  # largest difference between two runs of the same precision
 STEPS = 4
 RECIPE = f"-b 16 --epochs 2 --max-steps {STEPS} --lr 0.001 --warmup-epochs 0 -j 2 "
 RECIPE = (RECIPE + f"--print-interval {STEPS} --decoder pil --image-size 64").split()
-MARKS = {
-    "apex_distributed": pytest.mark.apex,
-    "horovod_distributed": pytest.mark.horovod,
-}
+MARKS = {f"{x}_distributed": getattr(pytest.mark, x) for x in ("apex", "horovod")}
 
 
 def rows():
