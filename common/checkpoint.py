@@ -83,6 +83,7 @@ class Checkpoint:
         compared, loaded = self.recipe, self.objects
         if self.args.evaluate:
             compared, loaded = ("arch", "classes"), ("state_dict",)
+            self.objects["state_dict"].transform_input = recipe["pretrained"] == "True"
         for name in compared:
             now = self.recipe[name]
             if recipe.get(name, now) != now:  # other strategies may lack a flag
@@ -117,8 +118,7 @@ class Checkpoint:
         if not math.isfinite(loss := sums["loss"].item()):
             raise UserError(f"the loss is {loss} by step {step}: lower --lr")
         self.step = step
-        for name, value in sums.items():
-            self.sums[name] = self.sums.get(name, 0) + value
+        self.sums = {name: self.sums.get(name, 0) + x for name, x in sums.items()}
 
     def record_epoch(self, val: dict[str, float], speed: dict[str, float]) -> None:
         """Finish the epoch; record its averages, validation averages, and `speed`."""

@@ -42,6 +42,7 @@ class Drawn(Event, limit=2000):
     whole: bool  # the numbers are integers
     permutes: bool = False  # the numbers are a permutation of 0 to size - 1
     own: bool = False  # the script passed its own generator
+    late: bool = False  # after a backward pass, as noise for averaged gradients
 
 
 class Order(Event, limit=400):
@@ -73,6 +74,7 @@ class Draws(Watcher):
     def __init__(self):
         self.counts, self.inside, self.shared = Counter(), False, False
         self.last = None  # the last order: its step and hash
+        self.late = False  # a backward pass has ended, and no network has run since
 
     def hooks(self) -> None:
         for owner, names in ((torch, FUNCTIONS), (torch.Tensor, METHODS)):
@@ -91,13 +93,19 @@ class Draws(Watcher):
             wrap(owner, name, self.order)
             wrap(random.Random, name, self.order)
 
+    def on_input(self, network, inputs) -> None:
+        self.late = False
+
+    def after_backward(self) -> None:
+        self.late = True
+
     def on_collective(self, name, args, kwargs, where) -> None:
         files = [one.f_code.co_filename for one, _ in walk_stack(sys._getframe(1))]
         # ZeRO's step sends only weights
         self.shared |= not any("distributed/optim" in one for one in files)
 
     def after_step(self, optimizer, weights) -> None:
-        self.shared = False
+        self.shared = self.late = False
         if recorder.step in SCANS:
             kinds = [random.Random]
             if numpy := sys.modules.get("numpy"):
@@ -171,6 +179,7 @@ class Draws(Watcher):
             whole=not result.is_floating_point(),
             permutes=permutes(result),
             own=own,
+            late=self.late,
         )
         self.counts[where] += 1
         recorder.write(drawn)
@@ -246,7 +255,7 @@ def same_draws(job: Job) -> tuple[dict[str, Same], int]:
             parts = one.size >= len(rows) * batch  # perhaps each rank takes its part
             # Such as mixup's permutation, not one of all samples in each epoch
             own = one.permutes and one.size == batch and len(steps) > passes / 3
-            together = not own and (one.whole or parts)
+            together = one.late or (not own and (one.whole or parts))
             found[one.place] = Same(what, together, row)
     return found, differ
 

@@ -29,7 +29,7 @@ def is_right(one: Fit) -> bool:
     found = [[abs(x.factor) * y for y in entry["sums"] if y > 1] for x in known(entry)]
     if all(any(near(x, 1, 1e-4) for x in products) for products in found):
         values = values[:3]  # DDP divides again; do not add up the first few losses
-    if any(near(value, 1) for value in values) or divided(one):
+    if any(near(abs(value), 1) for value in values) or divided(one):
         return True
     each = [any(near(value, 1) for value in totals(one, place)) for place in places]
     return len(each) > 1 and all(each)
