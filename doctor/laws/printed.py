@@ -11,6 +11,7 @@ from ..loaders import Batch, Epoch, EpochEnd
 from ..moments import Step
 from ..neighbours import Input
 from ..numbers import BEST, REPEATED, SIZES, Group, Number, gap_of, others, results
+from ..reads import feeds
 from ..results import OTHER, Measured, Printed, repeated
 from .gradient import fits, near, not_averaged
 from .passes import Update
@@ -34,6 +35,9 @@ def groups(job) -> list[Group]:
     trained = [{*one.rows} for one in job.of(Input)]
     stepped = {(one.loader, one.epoch) for one in job.of(Step)}
     stepped |= {(one.loader, one.epoch) for one in job.of(EpochEnd) if one.steps}
+    lists = {one.loader: feeds(job, one.loader) for one in job.of(Epoch)}
+    lists = {n: own for n, own in lists.items() if own and not own[0].divides}
+    apart = {n for n, own in lists.items() if any(x.data != own[0].data for x in own)}
     for process in job.processes:
         keys = {(x.loader, x.epoch, x.number): x for x in process.of(Batch)}
         once = validated_once(process, trained)
@@ -57,6 +61,8 @@ def groups(job) -> list[Group]:
             group = found[name]
             batch = keys.get((one.loader, one.epoch, one.number))
             known = batch and (batch.indices or batch.rows)
+            if known and one.loader in apart:  # each rank validates its own dataset
+                known = [(process.rank, key) for key in known]
             group.training &= one.training
             values, weights = one.values, one.weights
             if known and one.what == "root":
