@@ -74,7 +74,7 @@ class Draws(Watcher):
     def __init__(self):
         self.counts, self.inside, self.shared = Counter(), False, False
         self.last = None  # the last order: its step and hash
-        self.late = False  # a backward pass has ended, and no network has run since
+        self.passes = 0  # number of backward passes before this step
 
     def hooks(self) -> None:
         for owner, names in ((torch, FUNCTIONS), (torch.Tensor, METHODS)):
@@ -93,19 +93,13 @@ class Draws(Watcher):
             wrap(owner, name, self.order)
             wrap(random.Random, name, self.order)
 
-    def on_input(self, network, inputs) -> None:
-        self.late = False
-
-    def after_backward(self) -> None:
-        self.late = True
-
     def on_collective(self, name, args, kwargs, where) -> None:
         files = [one.f_code.co_filename for one, _ in walk_stack(sys._getframe(1))]
         # ZeRO's step sends only weights
         self.shared |= not any("distributed/optim" in one for one in files)
 
     def after_step(self, optimizer, weights) -> None:
-        self.shared = self.late = False
+        self.shared, self.passes = False, recorder.passes
         if recorder.step in SCANS:
             kinds = [random.Random]
             if numpy := sys.modules.get("numpy"):
@@ -179,7 +173,7 @@ class Draws(Watcher):
             whole=not result.is_floating_point(),
             permutes=permutes(result),
             own=own,
-            late=self.late,
+            late=recorder.passes > self.passes,
         )
         self.counts[where] += 1
         recorder.write(drawn)

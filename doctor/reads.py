@@ -98,6 +98,12 @@ class Reads:
         repeats = sum(len(x) - len({*x}) for x in chain(*self.ranks))
         return self.pool > 0 and repeats > MORE * sum(map(len, self.all))
 
+    def repeated(self) -> bool:
+        """Return whether a sampler repeats samples in a batch, differently per rank."""
+        repeats = sum(len(x) - len({*x}) for x in chain(*self.ranks))
+        unlike = any(one != self.ranks[0] for one in self.ranks)
+        return self.index and unlike and repeats > 0.2 * sum(map(len, self.all))
+
     def random(self) -> bool:
         """Return whether random draws on each rank may share as many samples.
 

@@ -148,7 +148,7 @@ def test_numbers_that_are_not_finite_end_the_run(tmp_path):
 
 def test_another_recipe_is_refused(tmp_path):
     saved(tmp_path)
-    saved(tmp_path / "cosine", "--schedule", "cosine")
+    saved(tmp_path / "b", "--schedule", "cosine", "--pretrained")
     for flags, message in (
         ("--arch resnet50", "with arch = resnet18, now it is resnet50: use the same"),
         ("--lr 0.3", "with lr = 0.1, now it is 0.3"),
@@ -162,14 +162,14 @@ def test_another_recipe_is_refused(tmp_path):
     ):
         with pytest.raises(UserError, match=message) if message else nullcontext():
             resumed(tmp_path / "run", *flags.split())
-    run = make(tmp_path / "run")
-    free = "data synthetic output resume evaluate workers print_interval compile"
-    free += " save_minutes accumulate epochs"
+    run = resumed(tmp_path / "b/run", "--evaluate")
+    assert run.objects["state_dict"].transform_input  # GoogLeNet uses it
+    free = "data synthetic output resume evaluate workers print_interval compile save_minutes accumulate epochs"
     assert {*vars(run.args)} - run.recipe.keys() == {*free.split()}
     with pytest.raises(UserError, match="with classes = 3, now it is 4"):
         resumed(tmp_path / "run", "--evaluate", images=(Images(50, 4), Images(20, 4)))
-    with pytest.raises(UserError, match="with epochs = 90, now it is 120"):
-        resumed(tmp_path / "cosine" / "run", *"--schedule cosine --epochs 120".split())
+    with pytest.raises(UserError, match="with epochs = 90, now it is 9:"):
+        resumed(tmp_path / "b/run", *"--epochs 9 --schedule cosine --pretrained".split())
 
 
 def test_other_images_are_refused(pictures, tmp_path):

@@ -165,8 +165,7 @@ def test_masks_that_ranks_draw_alike_with_their_own_generators(same):
         for one in each(Input, [own]):
             one.few = [[x * (draws.random() > 0.3) for x in row] for row in one.few]
     assert ("the same places" in str(report(*ranks).verdicts[2].not_judged)) is same
-    scans = [Own(states=[n]) for n in (1, 2)]
-    found = report(*(own + scans for own in ranks)).findings
+    found = report(*(own + [Own(states=[n]) for n in (1, 2)] for own in ranks)).findings
     assert [x.check for x in found] == ["same_inputs"] * same
 
 
@@ -205,15 +204,16 @@ def test_numbers_that_another_rank_draws_at_another_time():
 
 
 @pytest.mark.parametrize(("first", "loss"), [(16, 1.0), (0, 1.5), (0, 1.0)])
-def test_targets_of_all_ranks_candidates_depend_on_the_rank(first, loss):
-    ranks = [
-        [event(Contrast, k, first=n, count=16, loss=x + k / 99) for k in range(20)]
-        for n, x in ((0, 1.0), (first, loss))
-    ]
-    found = report(*ranks)
-    assert named(found) == ({"same_targets"} if loss > 1 else set())
+@pytest.mark.parametrize("one", [0, 7])
+def test_targets_of_all_ranks_candidates_depend_on_the_rank(first, loss, one):
+    own, ranks = {"count": 16, "candidate": one}, []
+    for n, x in ((0, 1.0), (first, loss)):
+        rows = [event(Contrast, k, first=n, loss=x + k / 99, **own) for k in range(20)]
+        ranks.append(rows)
+    found, same = report(*ranks), first == 0 and (loss > 1 or one > 0)
+    assert named(found) == ({"same_targets"} if same else set())
     unclear = "own candidates" in str(found.verdicts[1].not_judged)
-    assert unclear == (first == 0 and loss == 1)
+    assert unclear == (first == 0 and not same)
 
 
 def measured(values, **more):
@@ -471,13 +471,12 @@ def test_equal_draws_are_named_and_own_generators_forbid_held():
     scans = [Own(states=[n, 7]) for n in (1, 2, 3)]
     assert law(report(drawn(0) + scans, drawn(1) + scans), 3) == "not judged"
     for shift in (0, 1, 5):
-        ranks = [
-            [Own(states=[n, *range(n + k, n + k + 5)], step=3) for n in (100, 200)]
-            for k in (0, shift)
-        ]
-        assert named(report(*ranks)) == (
-            {"same_random_numbers"} if shift < 5 else set()
-        )
+        rows = [[[n, *range(n + k, n + k + 5)] for n in (100, 200)] for k in (0, shift)]
+        ranks = [[Own(states=one, step=3) for one in own] for own in rows]
+        wanted = {"same_random_numbers"} if shift < 5 else set()
+        assert named(report(*ranks)) == wanted
+    again = [x + [replace(y, step=20 + y.step) for y in x] for x in map(drawn, (0, 1))]
+    assert named(report(*again, steps=40)) == {"seeds_restart"}
 
 
 @pytest.mark.parametrize("count", [2, 3, 12])
@@ -890,6 +889,7 @@ del net, optimizer, data, order
 gc.collect()
 assert gone() is None and chosen() is None
 assert len(sys.modules["_doctor.results"].Results.here.line) < 200
+assert "Own" in {one.__name__ for one in sys.modules["_doctor.record"].recorder.written}
 """
 COMPILED = """
 import torch

@@ -8,7 +8,7 @@ from statistics import median, median_high
 from ..job import Job
 from ..law import NOTE, RISK, WRONG, Breach, check, need, several
 from .losses import by_share
-from .meeting import Call, collectives_differ
+from .meeting import collectives_differ, same_steps
 from .passes import LAW, Update, not_awaited
 from .replicas import alike, equal_steps, listed, weights_differ, weights_drift
 from .states import Layout
@@ -34,9 +34,7 @@ class Fit:
 def updates(job: Job) -> list[list[Update]]:
     """Return steps after a backward pass that update the same weights on all ranks."""
     several(job)
-    joins = any(one.name == "join" for one in job.of(Call))
-    even = len({len(process.of(Update)) for process in job.processes}) == 1
-    need(even or not joins, "join() lets the ranks take different numbers of steps")
+    same_steps(job)
     found = []
     for row in job.rows(Update):
         same = len({(one.optimizer, *one.names) for one in row}) == 1

@@ -124,9 +124,13 @@ def seeds_restart(job):
         return
     for (name, line), drawn in drawn_by(process).items():
         values = [one.value for one in drawn]
-        for distance in range(3, len(values) // 2 + 1):
+        for distance in range(3, len(values) - 2):
             same = [a == b for a, b in zip(values, values[distance:], strict=False)]
-            if sum(same[-distance:]) > max(2, 0.9 * distance):
+            last, changes = (
+                same[-distance:],
+                len({*values[-distance:]}) > 0.9 * distance,
+            )
+            if changes and sum(last) > max(2, 0.9 * len(last)):
                 steps = drawn[-1].step - drawn[-1 - distance].step
                 what = f"in {sum(same)} steps, torch.{name}() gives the numbers of "
                 yield Breach(f"{what}{steps} steps before", line)

@@ -41,7 +41,6 @@ class Losses(Watcher):
     def __init__(self):
         self.sums, self.received, self.fresh = [], [], True
         self.validated = set()  # networks evaluated in this pass
-        self.one_way = ""  # the line of all_gather() in the script's autograd function
 
     def on_input(self, network, inputs) -> None:
         key = id(next(network.parameters(), None))  # the same for a DDP model
@@ -52,10 +51,12 @@ class Losses(Watcher):
         self.validated |= set() if trains or network.training else {key}
 
     def on_collective(self, name, arguments, options, where) -> None:
+        if not recorder.watching:
+            return
         part = part_of_function()
         if part == "backward" and Passes.here.current:
             Passes.here.current.pop("one_way", None)
-        if not recorder.watching or name not in RECEIVE or not arguments:
+        if name not in RECEIVE or not arguments:
             return
         given = [*arguments[:2], *options.values()]
         flat = [y for x in given for y in (x if isinstance(x, list) else [x])]
@@ -64,11 +65,11 @@ class Losses(Watcher):
             if own.is_floating_point() and own.dim() > 1 and not in_torch():
                 gathers = name.startswith("all_gather")
                 tracks = gathers and own.requires_grad and torch.is_grad_enabled()
-                if gathers and own.requires_grad and own.is_cpu and part == "forward":
-                    self.one_way = where
+                inner = gathers and own.requires_grad and own.is_cpu
                 results = given[0] if gathers else []
                 results = results if isinstance(results, (list, tuple)) else [results]
-                self.received = [*self.received[-15:], (results, tracks, where)]
+                one = results, tracks, inner and part == "forward", where
+                self.received = [*self.received[-15:], one]
 
     def after_collective(self, name, tensors, where, seconds) -> None:
         if name == "all_reduce" and recorder.watching:
@@ -77,14 +78,13 @@ class Losses(Watcher):
 
     def on_backward(self, root) -> None:
         received, self.received, self.fresh = self.received, [], True
-        one_way, self.one_way = self.one_way, ""
         current = Passes.here.current
         if not recorder.watching or current is None:
             return
-        if one_way:
-            current["one_way"] = one_way  # until its backward() calls a collective
-        for results, tracks, where in received:
+        for results, tracks, inner, where in received:
             current["received"] = where
+            if inner:  # in an autograd function, until its backward() sends something
+                current["one_way"] = where
             own = [one.requires_grad for one in results]
             put_back = any(own) and (len(own) == 1 or not all(own))
             if put_back or (tracks and not any(own)):

@@ -169,8 +169,8 @@ def gathered_without_gradient(job):
     Not a mistake if: the loss does not use the gathered tensors, or the learning rate
     accounts for the factor.
     """
-    size = len(job.processes)
-    times = [any(near(value, size) for value in totals(x)) for x in fits(job)]
+    size, found = len(job.processes), fits(job)
+    times = [any(near(value, size) for value in totals(x)) for x in found]
     if times and sum(times) > len(times) / 2:
         return  # the loss is multiplied by the world size
     rows = need(job.rows(Update), "no optimizer took a step")
@@ -183,10 +183,10 @@ def gathered_without_gradient(job):
         what = "of the tensors of all_gather(), only the rank's own has a gradient"
         yield Breach(what, place, level=level)
         return
-    averaged = [x.row[0].passes for x in fits(job) if near(x.factor, 1)]
+    averaged = [x.row[0].passes for x in found if near(x.factor, 1)]
     lines = [entry["one_way"] for x in averaged for entry in x if "one_way" in entry]
     if len(lines) > len(averaged) / 2:
-        what = "all_gather() is in an autograd function whose backward() sends nothing"
+        what = "a function calls all_gather(), but no collective in its backward()"
         yield Breach(what, lines[0], level=level)
 
 

@@ -89,6 +89,13 @@ class Meeting(Watcher):
         return call(context)
 
 
+def same_steps(job) -> None:
+    """Raise NotJudged if join() has let the ranks take different numbers of steps."""
+    joins = any(one.name == "join" for one in job.of(Call))
+    uneven = joins and len({one.step for one in job.of(Exit)}) > 1
+    need(not uneven, "join() lets the ranks take different numbers of steps")
+
+
 def gradient(tensor) -> bool:
     """Return whether a tensor is the gradient of a weight."""
     known = [weight() for _, weight in [*Moments.here.known.values()]]
@@ -127,8 +134,7 @@ def steps_differ(job):
     done = {one.rank: one.step for one in job.of(Exit)}
     need(len(done) == len(job.processes), "not every rank ran to its end")
     if len({*done.values()}) > 1:
-        joins = any(one.name == "join" for one in job.of(Call))
-        need(not joins, "join() lets the ranks take different numbers of steps")
+        same_steps(job)
         counts = [f"rank {rank} takes {done[rank]}" for rank in sorted(done)]
         yield Breach(f"{', '.join(counts)} steps", job.of(Step)[0].place)
     else:

@@ -184,7 +184,8 @@ def zeroed(job):
     """Weights change although the script sets their gradients to zero.
 
     To freeze weights, set their gradients to None, or call requires_grad_(False) and
-    wrap the network again: momentum and weight decay also change weights without it.
+    wrap the network again. Momentum and weight decay change weights even if their
+    gradients are zero.
     Not a mistake if: these weights are meant to change.
     """
     rank, found = job.processes[0], Counter()
@@ -193,10 +194,11 @@ def zeroed(job):
     for one in rank.of(Update):
         before, after = now.get(one.step, {}), now.get(one.step + 1, {})
         for number, name in enumerate(one.names):
-            given = any(any(one.part(x, number)) for x in one.local)
-            same = before.get(name) == after.get(name)
-            found[name] += given and not (same or any(one.part(one.used, number)))
+            zero = any(any(one.part(x, number)) for x in one.local)
+            zero = zero and not any(one.part(one.used, number))
+            known = name in before and name in after
+            found[name] += zero and known and before[name] != after[name]
     if names := [name for name, steps in found.items() if steps > 2]:
-        what = f"in {found[names[0]]} steps, the gradients of {len(names)} weights are "
-        what += f"set to zero, but these weights change: {listed(names)}"
+        what = f"{len(names)} weights change, although their gradients are set to zero "
+        what += f"in up to {max(found.values())} steps: {listed(names)}"
         yield Breach(what, rank.of(Update)[0].place)

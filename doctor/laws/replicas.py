@@ -13,7 +13,7 @@ from ..moments import Step
 from ..neighbours import Input
 from ..objects import COPY, LAYER
 from .checkpoints import Saved
-from .meeting import collectives_differ
+from .meeting import collectives_differ, same_steps
 from .resume import Resumed
 from .states import LAW, Layout, State
 
@@ -40,6 +40,8 @@ def listed(names: Iterable[str], most: int = 3) -> str:
 
 def states_of(job: Job, moment: str, what: str = "") -> list[list[State]]:
     """Return rows of states that all ranks wrote at one moment, one state per rank."""
+    if moment not in ("first", "start"):
+        same_steps(job)
     found, count = {}, len(job.processes)
     for number, process in enumerate(job.processes):
         for one in process.of(State):

@@ -11,16 +11,7 @@ from ..loaders import leaves
 from ..moments import Moments, Step, weights
 from ..record import place, recorder, torch, wrap
 from ..watcher import Watcher
-from .checkpoints import (
-    Checkpoints,
-    Saved,
-    checkpoints,
-    floats,
-    has,
-    mark_of,
-    no_optimizer,
-    parts,
-)
+from .checkpoints import Checkpoints, Saved, floats, has, mark_of, no_optimizer, parts
 from .files import LAW, base
 
 
@@ -156,10 +147,10 @@ def ddp_keys(job):
     """
     lost = any(one.lost for one in job.of(Restored))
     read = {one.path for one in job.of(Resumed) if not lost}
-    for path, own in checkpoints(job):
-        if path not in read and any(one.wrapped for one in own):
-            what = f"the weights in {base(path)} are named module.* or _orig_mod.*"
-            yield Breach(what, own[0].place)
+    for path, one in {x.path: x for x in job.of(Saved) if x.wrapped}.items():
+        if path not in read:
+            what = f"weights in {base(path or '')} are named module.* or _orig_mod.*"
+            yield Breach(what, one.place)
 
 
 @check(LAW, RISK, read="pitfall 18")

@@ -181,6 +181,7 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
             need(not others, "equal inputs have different targets on each rank")
             drawn = not together and one.random()
             need(not drawn, "each rank may draw its samples at random")
+            need(not one.repeated(), "the sampler repeats samples within a batch")
             again = not together and one.computed()
             need(not again, "one batch has the same input several times")
             extra, mend = mechanism(job, one, held != [])

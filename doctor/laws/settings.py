@@ -31,7 +31,6 @@ def settings_differ(job):
             yield Breach(what, place)
     for what in changed(job):
         yield Breach(what, job.processes[0].loader().place)
-        return
     names = ", ".join(name for name in count if " of " not in name)
     yield f"equal on all ranks in {max(count.values())} passes: {names}"
 
@@ -45,13 +44,13 @@ def changed(job) -> Iterator[str]:
     for process in job.processes:
         feeds = {x.epoch: x for x in process.of(Feed) if x.loader == process.training}
         lists.append([feeds[x].fields for x in process.epochs if x in feeds])
-    for name in lists[0][0] if all(lists) else ():
-        rows = [[x.get(name) for x in own] for own in lists]
-        firsts, ends = ({x[n] for x in rows} for n in (0, -1))
+    known = [{*fields} for own in lists for fields in own]
+    for name in sorted(set.intersection(*known)) if all(lists) else ():
+        rows = [[x[name] for x in own] for own in lists]
         kinds = [[value for value, _ in groupby(row)] for row in rows]
         grow = any(isinstance(x[-1], int) and x[-1] > x[0] for x in rows)
         once = sorted({*map(len, kinds)}) == [1, 2]
-        if once and len(firsts) == 1 and len(ends) > 1 and not grow:
+        if once and len({x[0] for x in rows}) == 1 and not grow:
             told = ", ".join(f"{x[-1]} on rank {n}" for n, x in enumerate(rows[:4]))
             yield f"{name} is {rows[0][0]} on every rank at first, and later {told}"
 

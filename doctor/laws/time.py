@@ -53,8 +53,7 @@ class Clock(Watcher):
     def __init__(self):
         self.known = set()
         self.ended = self.forward = self.back = self.stepping = 0.0
-        self.waited = self.queue = 0.0
-        self.size = 0
+        self.waited = self.queue = self.size = 0
         self.spans, self.calls = deque(maxlen=200), Counter()
         self.averages = False  # a backward pass of this step has ended
 
@@ -120,12 +119,11 @@ class Clock(Watcher):
         queue, wall = queued(), now - self.ended if self.ended else 0.0
         own = {"spans": [*self.spans], "calls": dict(self.calls.most_common(9))}
         own |= {"watched": recorder.watching, "queued": queue - self.queue}
-        own |= {"size": self.size}
-        recorder.write(Spans(wall=wall, **own))
+        recorder.write(Spans(wall=wall, size=self.size, **own))
         self.spans.clear()
         self.calls.clear()
-        self.size = 0
-        self.averages, self.ended, self.queue = False, time.perf_counter(), queue
+        self.averages, self.size = False, 0
+        self.ended, self.queue = time.perf_counter(), queue
 
 
 def queued() -> float:
@@ -198,7 +196,7 @@ def bottleneck(job):
     Look at the last lines of the report, which show how long each part takes.
     """
     wall, steps = walls(job), [timed(process) for process in job.processes]
-    if slow := slowest(job, steps, wall) or in_turn(job, steps):
+    if slow := slowest(job, steps, wall) or in_turn(steps):
         yield slow
         return
     shares, costs, found = {}, Counter(), []
@@ -227,23 +225,22 @@ def bottleneck(job):
     yield from found or [f"a median step takes {1000 * wall:.0f} ms: {rest}"]
 
 
-def in_turn(job, steps: list[list[Spans]]) -> Breach | None:
+def in_turn(steps: list[list[Spans]]) -> Breach | None:
     """Return a breach if the ranks wait in turn for the one with the largest batch."""
-    columns, works, unlike, fits = [*zip(*steps, strict=False)], [], [], []
-    for column in columns:
-        works.append([x.wall - parts(x)["communication"] - x.queued for x in column])
+    works, fits = [], []  # fits: does the rank with the largest batch work longest?
+    for column in zip(*steps, strict=False):
+        work = [x.wall - parts(x)["communication"] - x.queued for x in column]
+        works.append(work)
         sizes = [one.size for one in column]
-        unlike.append(min(sizes) < 0.8 * max(sizes))
-        fits.append(sizes[works[-1].index(max(works[-1]))] == max(sizes))
-    needed = sum(map(max, works))
-    share = 1 - max(map(sum, zip(*works, strict=True))) / needed
-    often = sum(a and b for a, b in zip(unlike, fits, strict=True))
-    if share < 2 * SHARE or often < 0.8 * sum(unlike) or sum(unlike) < len(columns) / 3:
+        if min(sizes) < 0.8 * max(sizes):
+            fits.append(sizes[work.index(max(work))] == max(sizes))
+    share = 1 - max(map(sum, zip(*works, strict=True))) / sum(map(max, works))
+    if share < 2 * SHARE or len(fits) < len(works) / 3 or sum(fits) < 0.8 * len(fits):
         return None
-    what = f"in {sum(unlike)} of {len(columns)} steps, the ranks' batches have unlike "
-    what += f"sizes, and the others wait for the largest one: {share:.0%} of the time"
-    mend = "In each step, give all ranks samples of similar size: sort samples into "
-    return Breach(what, mend=mend + "groups of similar size, and take steps by group.")
+    what = f"in {len(fits)} of {len(works)} steps, the ranks' batches have different "
+    what += f"sizes, and ranks wait for the largest: {share:.0%} of the time"
+    mend = "Sort samples into groups of similar size, and let all ranks use the same "
+    return Breach(what, mend=mend + "group in a step.")
 
 
 def slowest(job, steps: list[list[Spans]], wall: float) -> Breach | None:
