@@ -169,7 +169,7 @@ def test_another_recipe_is_refused(tmp_path):
     with pytest.raises(UserError, match="with classes = 3, now it is 4"):
         resumed(tmp_path / "run", "--evaluate", images=(Images(50, 4), Images(20, 4)))
     with pytest.raises(UserError, match="with epochs = 90, now it is 9:"):
-        resumed(tmp_path / "b/run", *"--epochs 9 --schedule cosine --pretrained".split())
+        resumed(tmp_path / "b/run", "--pretrained", "--schedule=cosine", "--epochs=9")
 
 
 def test_other_images_are_refused(pictures, tmp_path):
