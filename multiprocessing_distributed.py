@@ -1,7 +1,5 @@
 """Train an ImageNet classifier with DistributedDataParallel and torch.multiprocessing.
 
-The script is its own launcher: mp.spawn starts one process per GPU.
-
     python multiprocessing_distributed.py --data /path/to/imagenet [--nprocs 2]
 
 The five scripts differ only in the lines between `# [name]` and `# [/name]`.
@@ -208,10 +206,7 @@ def arguments() -> Namespace:
     add("--nnodes", type=int, default=1, help="number of machines (1)")
     add("--node-rank", type=int, default=0, help="rank of this machine (0)")
     add("--dist-url", help="tcp://HOST:PORT of the first machine, if there are several")
-    args = parse_arguments(parser)
-    if (args.nnodes > 1 and not args.dist_url) or args.node_rank >= args.nnodes:
-        raise UserError("--nnodes N needs --dist-url and a --node-rank from 0 to N - 1")
-    return args
+    return parse_arguments(parser)
 
 
 def worker(local_rank: int, args: Namespace) -> None:
@@ -225,9 +220,10 @@ def worker(local_rank: int, args: Namespace) -> None:
 if __name__ == "__main__":
     with one_line_errors():
         args = arguments()
+        if (args.nnodes > 1 and not args.dist_url) or args.node_rank >= args.nnodes:
+            raise UserError("--nnodes N needs --dist-url and a --node-rank below N")
         set_up_cuda(args.nprocs)  # in the parent, which prints errors only once
-    if args.dist_url is None:
-        # The processes meet through a file in memory, so no other machine can connect
+    if args.dist_url is None:  # meet through a file in memory: nobody else can connect
         args.dist_url = f"file:///proc/{os.getpid()}/fd/{os.memfd_create('meeting')}"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

@@ -201,23 +201,24 @@ def test_each_number_has_a_range():
         assert vars(parse(*X, flag, least))[name] == least
 
 
-def test_processes_of_several_machines_need_an_address(monkeypatch):
+def test_processes_of_several_machines_need_an_address(monkeypatch, capsys):
     words = ["x.py", *X, "--nnodes", "2", "--node-rank", "1"]
+    monkeypatch.setattr(torch.multiprocessing, "spawn", Mock())
     for wrong in ([], ["--dist-url", "tcp://h:9", "--node-rank", "2"]):
         monkeypatch.setattr(sys, "argv", [*words, *wrong])
-        with pytest.raises(UserError, match="--nnodes N needs --dist-url and a --node"):
-            multiprocessing_distributed.arguments()
+        with pytest.raises(SystemExit, match="2"):
+            runpy.run_path(multiprocessing_distributed.__file__, run_name="__main__")
+        assert "--nnodes N needs --dist-url and a --node" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", words)
     words += ["--dist-url", "tcp://h:9", "--nprocs", "3"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     init = Mock(side_effect=InterruptedError)
     monkeypatch.setattr(torch.distributed, "init_process_group", init)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     args = multiprocessing_distributed.arguments()
     args.local_rank = 2
     with pytest.raises(InterruptedError):
         multiprocessing_distributed.main(args)
-    where = {"init_method": "tcp://h:9", "rank": 5, "world_size": 6}
-    init.assert_called_once_with("gloo", **where)
+    init.assert_called_once_with("gloo", init_method="tcp://h:9", rank=5, world_size=6)
 
 
 def test_a_missing_launcher_or_library_is_one_line(monkeypatch):
@@ -237,10 +238,9 @@ def test_a_horovod_without_nccl_is_one_line_on_gpus(monkeypatch):
     monkeypatch.setitem(sys.modules, "horovod", Mock(torch=hvd))
     monkeypatch.setitem(sys.modules, "horovod.torch", hvd)
     script = runpy.run_path(str(ROOT / "horovod_distributed.py"))
-    for gpu, nccl in ((False, False), (True, True), (True, False)):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+    for gpu, nccl, wrong in ((0, 0, False), (1, 1, False), (1, 0, True)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu == 1)
         hvd.nccl_built.return_value = nccl
-        wrong = gpu and not nccl
         line = "this Horovod lacks NCCL: see docs/running.md"
         with pytest.raises(UserError, match=line) if wrong else nullcontext():
             script["arguments"]()
