@@ -38,6 +38,15 @@ class Objects:
         own = [one for one in own if id(one) not in inner]
         self.networks = [(type(one).__name__, weakref.ref(one)) for one in own]
 
+    def renew(self) -> None:
+        """Search again; of a class with new objects, keep the new ones only."""
+        before = [*(self.found or ()), *self.networks]
+        old = {id(one()): one() for _, one in before}
+        self.search()
+        for own in (self.found, self.networks):
+            new = {kind for kind, one in own if id(one()) not in old}
+            own[:] = [x for x in own if x[0] not in new or id(x[1]()) not in old]
+
     def tensors(self, weights: dict) -> dict:
         """Return {name: a few numbers} for tensors whose ids are not in `weights`.
 

@@ -103,9 +103,7 @@ class Checkpoints(Watcher):
         return result
 
     def save(self, call, obj, f, *args, **kwargs):
-        named = isinstance(f, (str, os.PathLike))
-        path = f if named else getattr(f, "name", None)
-        path = os.path.abspath(path) if isinstance(path, (str, os.PathLike)) else None
+        named, path = isinstance(f, (str, os.PathLike)), path_of(f)
         there = named and path in self.weights and os.path.exists(path)
         others = sum(x != path and os.path.exists(x) for x in self.weights)
         content = self.content(obj)
@@ -196,6 +194,12 @@ def cut(obj) -> list[str]:
     own = zip(known.items(), numbers([local(x) for x in known.values()]), strict=True)
     alike = [n for (n, x), row in own if (local(x).shape, *row) in there]
     return named or alike
+
+
+def path_of(file) -> str | None:
+    """Return the path of a file, which may be an open one; None if it has no path."""
+    path = file if isinstance(file, (str, os.PathLike)) else getattr(file, "name", None)
+    return os.path.abspath(path) if isinstance(path, (str, os.PathLike)) else None
 
 
 def mark_of(state) -> int:

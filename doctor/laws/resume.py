@@ -1,6 +1,5 @@
 """Law 8: files are complete, and have one writer. Checks what a resume restores."""
 
-import os
 import weakref
 from dataclasses import field
 from functools import partial
@@ -11,7 +10,16 @@ from ..loaders import leaves
 from ..moments import Moments, Step, weights
 from ..record import place, recorder, torch, wrap
 from ..watcher import Watcher
-from .checkpoints import Checkpoints, Saved, floats, has, mark_of, no_optimizer, parts
+from .checkpoints import (
+    Checkpoints,
+    Saved,
+    floats,
+    has,
+    mark_of,
+    no_optimizer,
+    parts,
+    path_of,
+)
 from .files import LAW, base
 
 
@@ -71,11 +79,10 @@ class Resumes(Watcher):
             schedule = has(result, "last_epoch")
             recorder.write(Loaded(schedule=schedule, place=place()))
         self.loaded = place()
-        path = args[0] if args else kwargs["f"]
-        path = getattr(path, "name", path)
-        if recorder.watching and isinstance(path, (str, os.PathLike)):
+        path = path_of(args[0] if args else kwargs["f"])
+        if recorder.watching and path:
             own = [x for x in floats(leaves(result)) if x.numel() > 7 and not parts(x)]
-            self.files[os.path.abspath(path)] = {one.data_ptr() for one in own}
+            self.files[path] = {one.data_ptr() for one in own}
         return result
 
     def on_step(self, optimizer, whole, gradients) -> None:

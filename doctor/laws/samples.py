@@ -9,13 +9,15 @@ from ..draws import parts_of_orders, same_generators
 from ..event import Event
 from ..job import Job
 from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need, several
-from ..loaders import Pass, inside
+from ..loaders import Batch, Pass, inside
 from ..moments import Step
 from ..neighbours import other_targets
 from ..reads import MORE, Feed, Reads, broken, feeds, interleaved, loaded, looped
 from ..record import recorder, wrap
 from ..signature import different, other_contents, plain, signature
 from ..watcher import Watcher
+from .carried import Kept
+from .files import base
 from .modes import Validation
 
 LAW = Law(1, "samples", "Every sample is read once per epoch")
@@ -282,3 +284,27 @@ def trained_on_validation(job):
         if both and same and own[0].part != other[0].part:
             what = f"training uses {len(both)} of {len(validated)} validation samples"
             yield Breach(what, job.processes[0].loader(loader).place)
+
+
+@check(LAW, RISK, effects=[left_out], read="pitfall 18")
+def read_again(job):
+    """A resumed run begins an epoch again, although a part of it has been read.
+
+    Save the number of the epoch's batches, and skip as many when you resume.
+    Not a mistake if: a few samples more or less do not matter to you.
+    """
+    rank, saved = job.processes[0], {}
+    for one in rank.of(Kept):
+        before = [x for x in rank.of(Batch) if x.time < one.time]
+        if one.moment == "saved" and before:
+            saved[one.path] = before[-1]
+        elif one.moment == "loaded" and one.path in saved and before:
+            last, now = saved[one.path], before[-1]
+            own, length = rank.loader(last.loader), last.number + 1
+            first = rank.batches(last.epoch, last.loader)[0]
+            partly = own and 1 < length < (own.length or 0)
+            if partly and now is not first and now.number == 0 and now.indices:
+                if now.indices == first.indices:
+                    what = f"after the resume from {base(one.path)}, the epoch begins "
+                    what += f"again; {length} of its {own.length} batches were read "
+                    yield Breach(f"{what}before the file was saved", own.place)
