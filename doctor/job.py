@@ -9,7 +9,7 @@ from typing import TypeVar
 from . import event
 from .event import Event, Exit, Failed, Joins, Rank, Start, Waits
 from .loaders import Batch, Epoch, EpochEnd
-from .moments import Step
+from .moments import Step, Wraps
 
 Kind = TypeVar("Kind", bound=Event)
 
@@ -22,6 +22,12 @@ class Process:
     world_size: int
     events: list[Event]
     loaders: list[Event] = field(default_factory=list)
+    others: list[Event] = field(default_factory=list)  # of processes with this rank
+
+    @property
+    def launches(self) -> list[Event]:
+        """Events of all processes with this rank, as of a job and of its resume."""
+        return sorted(self.events + self.others, key=lambda one: one.time)
 
     def of(self, kind: type[Kind], loaders: bool = False) -> list[Kind]:
         """Return events of one kind in order; with `loaders`, add loader processes'."""
@@ -91,6 +97,15 @@ class Job:
         counts = [sum(x.watched for x in one.of(Step)) for one in self.processes]
         return min(counts, default=0)
 
+    @cached_property
+    def apart(self) -> str:
+        """How many steps the ranks took alone before DDP, if these numbers differ."""
+        first = {x.rank: [y.step for y in x.of(Wraps)][:1] for x in self.processes}
+        if not all(first.values()) or len({*map(tuple, first.values())}) == 1:
+            return ""
+        told = " and ".join(f"rank {x} takes {first[x][0]}" for x in sorted(first))
+        return f"{told} steps before the script wraps a network in DDP"
+
     @property
     def emulated(self) -> bool:
         """Whether `--cpu` emulated the GPUs."""
@@ -136,6 +151,8 @@ def read(folder: Path) -> Job:
             found[parent].loaders += events
     # If several processes have the same rank, keep the one with the most events
     for process in sorted(found.values(), key=lambda one: len(one.events)):
+        if other := latest.get(process.rank):
+            process.others = other.others + other.events
         latest[process.rank] = process
     for process in latest.values():
         for one in process.events + process.loaders:

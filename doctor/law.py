@@ -159,6 +159,7 @@ def several(job: Job) -> None:
     together = job.world_size > 1 and len(job.processes) > 1
     need(together, "this needs at least two processes")
     need(job.of(Joins) or job.of(Rank), "the processes train alone: see no_group")
+    need(not job.apart, job.apart)
 
 
 def judge(job: Job, own: Check) -> Iterator[Breach | str]:

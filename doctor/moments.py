@@ -36,6 +36,10 @@ class Step(Event):
     watched: bool = True  # the laws' watchers saw the step; later ones are only timed
 
 
+class Wraps(Event, limit=20):
+    """The script wraps a network in DistributedDataParallel."""
+
+
 class Moments(Watcher):
     """Wraps the functions that all laws need, and tracks the current step and batch."""
 
@@ -249,6 +253,7 @@ class Moments(Watcher):
     def ddp(self, call, model, *args, **kwargs):
         call(model, *args, **kwargs)
         self.learn(model)
+        recorder.write(Wraps())
         tell("on_wrap", model, place())
 
     def before_forward(self, module, inputs) -> None:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, zip_longest
-from math import exp
+from math import exp, log
 from statistics import fmean
 
 NUMBER = re.compile(
@@ -43,6 +43,7 @@ MEANS = "Add up sums and sample counts, not means, and divide once at the end."
 DIVISOR = "Divide by the number of samples (or batches) that were added up."
 SIZES = "Multiply a batch's mean by the batch's size if you divide by all samples."
 PARTS = "Print the loss before it is divided for the backward pass."
+POWERS = "the mean of the batches' perplexities"
 RESET = "Reset the metric (or the sums) at the start of each pass."
 
 
@@ -246,6 +247,13 @@ class Group:
             yield "the sum of the ranks' means", DIVISOR, sum(ratios), 1
             name = f"which is divided {count} times too often"
             yield name, DIVISOR, every[0] / count, once[1]
+        sizes = [sum(weights) for _, weights, _ in parts[0][0]]
+        own_means = means(parts[0][0])
+        if every[1] and max(own_means) < 50:
+            powers = sum(
+                n * exp(mean) for n, mean in zip(sizes, own_means, strict=True)
+            )
+            yield POWERS, "Print exp() of the mean loss.", log(powers / every[1]), 1
         if earlier:
             name = "which counts earlier passes, too"
             yield name, RESET, *pair(one.added() for one in (*earlier, self))

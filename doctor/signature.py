@@ -17,15 +17,16 @@ PLAIN = int, float, str, bytes, bool, complex, type(None)
 READ = list.__getitem__, tuple.__getitem__, deque.__getitem__  # no code of the script
 
 
-def signature(dataset) -> dict[str, tuple[int, int, int | None]]:
+def signature(dataset, copied: bool = False) -> dict[str, tuple[int, int, int | None]]:
     """Return {attribute: three numbers} for the lists and arrays of a dataset.
 
     They are its length, a hash of a few entries in order, and one of all in any order.
+    With `copied`, leave out tensors that loader processes share with this process.
     """
     found = {}
     with contextlib.suppress(Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # for read-only arrays
-        _search(inside(dataset)[0], "", 0, found)
+        _search(inside(dataset)[0], "", 0, found, copied)
     return found
 
 
@@ -41,8 +42,10 @@ def plain(dataset) -> dict[str, float]:
     return found
 
 
-def _search(value, name: str, depth: int, found: dict) -> None:
+def _search(value, name: str, depth: int, found: dict, copied: bool) -> None:
     if isinstance(value, (torch.nn.Module, *PLAIN)) or len(found) > 40:
+        return
+    if copied and isinstance(value, torch.Tensor) and value.is_shared():
         return
     if _is_array(value):
         if value.ndim and len(value) > 1:
@@ -58,12 +61,12 @@ def _search(value, name: str, depth: int, found: dict) -> None:
             found[name] = _entries(value)
         elif depth < 4 and len(value) < 17:
             for number, one in enumerate(inner):
-                _search(one, f"{name}[{number}]", depth + 1, found)
+                _search(one, f"{name}[{number}]", depth + 1, found, copied)
     elif depth < 4:
         fields = value if isinstance(value, dict) else getattr(value, "__dict__", {})
         for key, one in fields.items() if len(fields) < 100 else ():
             if isinstance(key, str):
-                _search(one, f"{name}.{key}".lstrip("."), depth + 1, found)
+                _search(one, f"{name}.{key}".lstrip("."), depth + 1, found, copied)
 
 
 def _is_array(value) -> bool:

@@ -14,6 +14,7 @@ from .layers import Layers, Ran, networks
 from .losses import cut_off
 from .passes import Update
 from .replicas import listed
+from .states import late_network
 
 LAW = Law(6, "alive", "Every weight learns")
 # After these steps, doctor writes an event for each weight and layer
@@ -261,6 +262,7 @@ def dead_weights(job):
             return
         need(not still, f"{what} {text}: {names(still)}")
         yield f"{len(alive)} {count} get gradients and change in {steps} steps"
+        late_network(job)
 
 
 @explains(dead_weights, WRONG, read="lesson 16")

@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import field
+from itertools import pairwise
 
 from ..event import Event
 from ..law import RISK, Breach, Doubt, check
@@ -22,18 +23,18 @@ OBJECTS, TENSORS = 500, 300  # limits: objects, and weights per network, to read
 
 
 class Kept(Event, limit=100):
-    """Whole numbers in the script's variables and objects, and its networks' weights.
+    """Numbers in the script's variables and objects, and its networks' weights.
 
     Several objects of one class have the same names.
     """
 
     moment: str  # saved: torch.save() has returned; next: the next pass; or loaded
     path: str
-    counts: dict[str, list[int]]  # by name
+    counts: dict[str, list[float]]  # numbers by name
     # A class -> for each network: {weight's name: a few elements}
     networks: dict[str, list[dict[str, list[float]]]] = field(default_factory=dict)
     trained: list[str] = ()  # names of weights that an optimizer trains
-    stored: list[int] = ()  # whole numbers in the file
+    stored: list[float] = ()  # numbers in the file
     place: str
 
 
@@ -41,7 +42,7 @@ class Carried(Watcher):
     """Reads the script's objects when it saves a file, and after it has loaded it."""
 
     def __init__(self):
-        self.objects, self.paths = Objects(), set()
+        self.objects = Objects()
         self.hook, self.loaded, self.path = None, False, ""
 
     def hooks(self) -> None:
@@ -52,8 +53,12 @@ class Carried(Watcher):
         result, path = call(obj, f, *args, **kwargs), path_of(f)
         resumes = has(obj, "param_groups") or any(map(is_state, dictionaries(obj)))
         if path and resumes and not recorder.full(Kept):
-            self.paths.add(path)
-            stored = {x for own in dictionaries(obj) for x in own.values() if whole(x)}
+            stored = {
+                x
+                for own in dictionaries(obj)
+                for x in own.values()
+                if type(x) in (int, float)
+            }
             if self.objects.found is None:
                 self.objects.search()
             self.write("saved", path, stored=[*stored])
@@ -62,7 +67,7 @@ class Carried(Watcher):
 
     def load(self, call, *args, **kwargs):
         result, path = call(*args, **kwargs), path_of(args[0] if args else kwargs["f"])
-        if path in self.paths and has(result, "param_groups"):
+        if path and has(result, "param_groups"):
             self.wait(path, True)
         return result
 
@@ -91,18 +96,18 @@ class Carried(Watcher):
             Kept(moment=moment, path=path, counts=counts, place=where, **more)
         )
 
-    def counts(self) -> dict[str, list[int]]:
-        """Return {name: values} for whole numbers in variables and objects."""
+    def counts(self) -> dict[str, list[float]]:
+        """Return {name: values} for numbers in variables and objects."""
         found = {}
         for function, values in scopes(sys._getframe()):
             prefix = "" if function == "<module>" else f"{function}()."
             for name, one in [*values.items()]:
-                if whole(one):
+                if type(one) in (int, float):
                     found.setdefault(prefix + name, []).append(one)
             del values
         for kind, reference in self.objects.found[:OBJECTS]:
             for name, one in [*getattr(reference(), "__dict__", {}).items()]:
-                if whole(one):
+                if type(one) in (int, float):
                     found.setdefault(f"{kind}.{name}", []).append(one)
         return found
 
@@ -118,11 +123,6 @@ class Carried(Watcher):
         return found, [*trained]
 
 
-def whole(value) -> bool:
-    """Return whether a value is a whole number, and no truth value."""
-    return type(value) is int and abs(value) < 2**63
-
-
 @check(LAW, RISK, causes=[not_restored], read="pitfall 18")
 def not_carried_on(job):
     """A resumed run does not restore the script's own objects.
@@ -132,28 +132,29 @@ def not_carried_on(job):
     """
     unsure = []
     for process in job.processes:
-        saves, after = {}, []  # since the start, or since the last resume
-        for one in process.of(Kept):
-            if one.moment == "saved":
+        saves, after, ends = {}, [], []  # since the last resume
+        for one in process.launches:
+            if isinstance(one, EpochEnd):
+                ends.append(one)
+            elif isinstance(one, Kept) and one.moment == "saved":
                 saves[one.step] = one
-            elif one.moment == "next":
+            elif isinstance(one, Kept) and one.moment == "next":
                 after.append(one)
-            else:
-                own = [x for x in saves.values() if x.path == one.path]
-                if own:
-                    until = [x for x in saves.values() if x.time <= own[-1].time]
+            elif isinstance(one, Kept):
+                if own := [x for x in saves.values() if x.path == one.path]:
                     when = f"after the resume from {base(one.path)}"
                     for text in lost(own[-1], one):
                         yield Breach(f"{when}, {text}", one.place)
-                    for name, sure in fallen(process, until, after, one):
+                    until = [x for x in saves.values() if x.time <= own[-1].time]
+                    for name, sure in fallen(ends, until, after, one):
                         now, then = one.counts[name][0], own[-1].counts[name][0]
-                        what = f"{when}, {name} is {now}; it was {then} when the file "
-                        what += "was saved"
+                        what = f"{when}, {name} is {now:g}; it was {then:g} when the "
+                        what += "file was saved"
                         if sure:
                             yield Breach(what, one.place)
                         else:
                             unsure.append(what)
-                saves, after = {}, []
+                saves, after, ends = {}, [], []
     if unsure:
         raise Doubt(listed(unsure))
 
@@ -180,31 +181,35 @@ def near(one: list[float], other: list[float]) -> bool:
     return math.dist(one, other) <= 1e-4 * math.hypot(*one)
 
 
-def fallen(process, saves: list[Kept], after: list[Kept], now: Kept) -> Iterator[tuple]:
-    """Yield (name, whether it matters) of counters that begin again after a resume.
+def fallen(
+    ends: list[EpochEnd], saves: list[Kept], after: list[Kept], now: Kept
+) -> Iterator[tuple[str, bool]]:
+    """Yield (name, whether it matters) of numbers that begin again after a resume.
 
-    A counter grows from save to save, and does not begin again in each epoch. It
-    matters if the file contains it, or if an object counts each optimizer step with it.
+    From save to save, such a number only grows (or falls), and it does not begin again
+    in each epoch. It matters if the file contains it, if an object counts all optimizer
+    steps with it, or if it is a best result.
     """
-    ends = [x for x in process.of(EpochEnd) if x.steps]
-    passes = sum(one.time < saves[-1].time for one in ends)
-    series = {}
-    for name in saves[-1].counts:
+    passes = sum(one.steps > 0 and one.time < saves[-1].time for one in ends)
+    series, last = {}, saves[-1]
+    for name in last.counts:
         values = [one.counts.get(name, ()) for one in saves]
         single = {*map(len, values), len(now.counts.get(name, ()))} == {1}
         values = [x for own in values for x in own]
-        if single and len(values) > 1 and values == sorted({*values}):
+        if single and len({*values}) > 1:
             series[name] = values
+    steps = [b.step - a.step for a, b in pairwise(saves)]
     for name, values in series.items():
-        gains = [b - a for a, b in zip(values, values[1:], strict=False)]
-        steps = [b.step - a.step for a, b in zip(saves, saves[1:], strict=False)]
-        slower = any(0 < x[-1] - x[0] < values[-1] - values[0] for x in series.values())
-        own = (one.counts.get(name, [values[0]])[-1] for one in after)
-        restarts = any(value < values[0] for value in own)
-        again = now.counts[name][0] < values[0]
-        if again and not restarts and (passes > 1 if ends else slower):
-            yield (
-                name,
-                values[-1] in saves[-1].stored
-                or (gains == steps and "()" not in name and "." in name),
-            )
+        start, best = values[0], "best" in name.lower()
+        gains = [b - a for a, b in pairwise(values)]
+        sign = 1 if values[-1] > start else -1
+        own = [one.counts.get(name, [start])[-1] for one in after]
+        begins = [sign * x < sign * start for x in (*own, now.counts[name][0])]
+        counter = type(last.counts[name][0]) is int and min(gains) > 0
+        slower = any(0 < x[-1] - x[0] < values[-1] - start for x in series.values())
+        grows = min(sign * x for x in gains) >= 0 and (counter or best)
+        if grows and begins[-1] and not any(begins[:-1]):
+            sure = values[-1] in last.stored or best
+            sure |= gains == steps and "()" not in name and "." in name
+            if best or passes > 1 or (not passes and slower):
+                yield name, sure

@@ -10,7 +10,14 @@ from ..law import NOTE, RISK, WRONG, Breach, check, need, several
 from .losses import by_share
 from .meeting import collectives_differ, same_steps
 from .passes import LAW, Update, not_awaited
-from .replicas import alike, equal_steps, listed, weights_differ, weights_drift
+from .replicas import (
+    alike,
+    equal_steps,
+    listed,
+    parts_of_layers,
+    weights_differ,
+    weights_drift,
+)
 from .states import Layout
 
 CAUSES = weights_differ, not_awaited, collectives_differ  # of unequal gradients
@@ -160,7 +167,9 @@ def not_averaged(job):
     Wrap the network in DistributedDataParallel, and call the DDP model.
     """
     steps = [row for row in updates(job) if any(row[0].used)]
-    found = [(row, names) for row in steps if (names := apart(row))]
+    parts = parts_of_layers(job)
+    found = [(row, [x for x in apart(row) if x not in parts]) for row in steps]
+    found = [(row, names) for row, names in found if names]
     seen = found or any(not alike(sums(row)) for row in steps)
     need(seen, "the ranks' own gradients are equal, or were not seen")
     for row, names in found[:1]:

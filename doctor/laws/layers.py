@@ -26,6 +26,7 @@ class Layers(Watcher):
 
     def __init__(self):
         self.ran, self.results, self.outer = {}, {}, lambda: None
+        self.running = []  # modules whose forward() runs, in the first steps
 
     def hooks(self) -> None:
         module = torch.nn.modules.module
@@ -39,6 +40,8 @@ class Layers(Watcher):
         """Record when a module first runs and, for batch norm or dropout, its mode."""
         if not recorder.watching or not runs_normally():
             return
+        if recorder.step < 2:
+            self.running.append(weakref.ref(module))
         known = self.ran.get(id(module))
         if known is None or known.module() is not module:
             known = Ran(weakref.ref(module), len(self.ran), place())
@@ -54,6 +57,8 @@ class Layers(Watcher):
         """In the first steps, record whether a module's results need a gradient."""
         if recorder.step > 1 or not runs_normally() or id(module) not in self.ran:
             return
+        while self.running and self.running.pop()() is not module:
+            pass  # a module whose forward() has failed
         for one in (tensors := leaves(outputs)):
             for owner, reference in self.results.get(id(one), ()):
                 if owner != id(module) and reference() is one:
@@ -69,6 +74,12 @@ class Layers(Watcher):
             self.other.remove()
         if recorder.step + 1 >= STEPS:
             self.hook.remove()
+
+    def weights(self) -> list[str]:
+        """Return names of the weights of the innermost module that runs, if any."""
+        inner = self.running[-1]() if self.running else None
+        own = inner.parameters() if inner is not None else ()
+        return [Moments.here.name(one) for one in own]
 
     def loose(self, known: set[int]) -> list[tuple]:
         """Return (name, weight, Ran) for weights of modules outside all networks."""

@@ -10,6 +10,7 @@ from .gradient import EARLIER, Fit, fits, near, sums, updates
 from .losses import Term, cut_off, factors, known
 from .passes import LAW, Update
 from .replicas import alike, listed
+from .states import late_network
 
 
 def totals(one: Fit, place: str = "") -> list[float]:
@@ -146,6 +147,7 @@ def mean_gradient(job):
     text = f"in {len(right)} of {total} steps, the gradient is {ratio:#.4g} x the mean "
     text += f"of {size} ranks' own gradients"
     yield text + f", and their losses are divided by {ratio:g}" * (not near(ratio, 1))
+    late_network(job)
 
 
 def unread(found: list[Fit]) -> str:

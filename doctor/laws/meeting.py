@@ -13,6 +13,7 @@ from ..moments import Moments, Step
 from ..objects import variables
 from ..record import recorder, torch, wrap
 from ..watcher import Watcher
+from .layers import Layers
 
 LAW = Law(9, "meeting", "All ranks meet")
 ROOTS = {"broadcast": 1, "reduce": 1, "scatter": 2, "gather": 2}  # argument's position
@@ -43,6 +44,11 @@ class Call(Event, limit=3000):
     keys: dict[str, str] = field(default_factory=dict)  # strings in variables
     counts: dict[str, int] = field(default_factory=dict)  # and counts, if it is a sum
     passes: int = 0  # number of calls of networks that have ended
+    inside: list[str] = ()  # weights of the module whose forward() calls it
+
+
+class Sends(Event, limit=1):
+    """The script sends a tensor from one rank to another."""
 
 
 class Meeting(Watcher):
@@ -55,6 +61,10 @@ class Meeting(Watcher):
         from torch.distributed.algorithms.join import Join
 
         wrap(Join, "__enter__", self.ending)
+        dist = torch.distributed
+        for owner in (dist, dist.distributed_c10d):
+            for name in ("send", "isend", "batch_isend_irecv"):
+                wrap(owner, name, self.send)
 
     def on_output(self, network, outputs, batch) -> None:
         self.passes += 1
@@ -74,6 +84,8 @@ class Meeting(Watcher):
         sent += [f"root {x}" for x in roots if isinstance(x, int)][:1]
         call = Call(name=name, sent=", ".join(sent), place=where, passes=self.passes)
         self.counts[where] += 1
+        if recorder.step < 2:
+            call.inside = Layers.here.weights()
         for one in tensors if recorder.watching and self.counts[where] < 99 else ():
             if name in SUMS:
                 call.keys, counts = variables(sys._getframe())
@@ -84,9 +96,20 @@ class Meeting(Watcher):
                 call.value = float(one.detach().double().abs().sum())
         recorder.write(call)
 
+    def send(self, call, *args, **kwargs):
+        recorder.write(Sends())
+        return call(*args, **kwargs)
+
     def ending(self, call, context):
         recorder.write(Call(name="join", sent="", place=""))
         return call(context)
+
+
+def one_network(job) -> None:
+    """Raise NotJudged if each rank trains its own stage of a pipeline."""
+    trained = {x.which for x in job.of(Step) if x.step == 0}
+    stages = len(trained) > 1 and job.of(Sends)
+    need(not stages, "the ranks send tensors, and train different weights")
 
 
 def same_steps(job) -> None:

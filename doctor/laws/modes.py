@@ -48,6 +48,13 @@ class Dropped(Event, limit=400):
     place: str
 
 
+class Shares(Event, limit=400):
+    """A second network with the weights of a trained one ran without gradients."""
+
+    network: str
+    place: str
+
+
 class Modes(Watcher):
     """Records the modes of batch norm and dropout layers."""
 
@@ -69,6 +76,8 @@ class Modes(Watcher):
     def on_output(self, network, outputs, batch) -> None:
         """Record a network's mode, if its batch is not from the training loader."""
         self.pending, gradients = None, torch.is_grad_enabled()
+        if recorder.watching and recorder.step and not gradients and shares(network):
+            recorder.write(Shares(network=type(network).__name__, place=place()))
         current = Loaders.here.current
         if batch is None or current is None or not recorder.step:
             return
@@ -117,6 +126,19 @@ class Modes(Watcher):
                     place=known.place,
                 )
                 recorder.write(event)
+
+
+def shares(network) -> bool:
+    """Return whether a network of the same class has the same, trained weights."""
+    own = getattr(network, "module", network)
+    ids, known = [*map(id, own.parameters())], Moments.here.known
+    others = [getattr(one, "module", one) for one in [*Moments.here.networks]]
+    return any(
+        one is not own
+        and type(one) is type(own)
+        and ids == [*map(id, one.parameters())]
+        for one in (others if known.keys() & {*ids} else ())
+    )
 
 
 def layers(job) -> list[Mode]:
@@ -202,3 +224,16 @@ def zeroed(job):
         what = f"{len(names)} weights change, although their gradients are set to zero "
         what += f"in up to {max(found.values())} steps: {listed(names)}"
         yield Breach(what, rank.of(Update)[0].place)
+
+
+@check(LAW, RISK, read="pitfall 11")
+def shared_weights(job):
+    """A copy of the trained network has the same weights, not a copy of them.
+
+    Use copy.deepcopy(): copy.copy() copies no weights, so training changes both.
+    Not a mistake if: both networks are meant to have the same weights.
+    """
+    found = job.processes[0].of(Shares)
+    if len({one.step for one in found}) > 2:
+        what = f"a second {found[0].network}, which runs without gradients, has the "
+        yield Breach(f"{what}weights that an optimizer trains", found[0].place)

@@ -11,11 +11,14 @@ from ..loaders import Epoch, EpochEnd
 from ..moments import Step
 from ..neighbours import before_a_repeat, contents, tells
 from ..reads import Feed, feeds, loaded
+from .randomness import LAW as RANDOM
 from .randomness import Draw
 from .resume import Restored
 from .samples import LAW, left_out, where
 
-SHARE = "Omit persistent_workers, or keep the number in a tensor with share_memory_()."
+SHARE = (
+    "Omit persistent_workers, or keep what changes in a tensor with share_memory_()."
+)
 
 
 @check(LAW, WRONG, needs=[Step], causes=[left_out], read="lesson 4")
@@ -42,7 +45,7 @@ def same_order(job):
         known = known and (loop or not job.processes[0].loader().stream)
         mend = "Shuffle the training samples, in a different order in each epoch."
         if kept:
-            yield Breach(what + kept, where(job), mend=SHARE)
+            yield Breach(f"{what}; {kept}", where(job), mend=SHARE)
         elif (first and first[0].shuffles) or (known and flat != sorted(flat)):
             mend = "" if first and first[0].divides else mend
             yield Breach(what, where(job), level=RISK * loop, mend=mend)
@@ -50,7 +53,7 @@ def same_order(job):
     for number, (one, other) in enumerate(pairwise(marks(job) if kept else ())):
         if one == other and tells(one):
             what = f"epochs {number} and {number + 1} have the same {len(one)} labels"
-            yield Breach(what + kept, where(job), mend=SHARE)
+            yield Breach(f"{what}; {kept}", where(job), mend=SHARE)
             return
 
 
@@ -87,9 +90,26 @@ def outdated(job: Job) -> str:
         for name, old in one.fields.items():
             new = now.get(one.epoch, {}).get(name, old)
             if new != old == now.get(0, {}).get(name):
-                text = f"; in epoch {one.epoch}, {name} is {new} in the main process, "
+                text = f"in epoch {one.epoch}, {name} is {new} in the main process, "
                 return f"{text}but {old} in the loader's processes"
+    first = own[0].data if own else {}
+    for one in own[1:]:
+        for name in first.keys() & one.data.keys():
+            if one.data[name] != first[name]:
+                text = f"in epoch {one.epoch}, {name} of the dataset has new contents "
+                return f"{text}in the main process, but not in the loader's processes"
     return ""
+
+
+@check(RANDOM, RISK, needs=[Step], causes=[same_order], read="pitfall 9")
+def outdated_dataset(job):
+    """The loader's persistent processes keep an old copy of the dataset.
+
+    Omit persistent_workers, or keep what changes in a tensor with share_memory_().
+    Not a mistake if: what changes matters to the main process only.
+    """
+    if what := outdated(job):
+        yield Breach(what, where(job))
 
 
 @check(LAW, RISK, needs=[Step], read="pitfall 18")

@@ -10,7 +10,8 @@ from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need
 from ..loaders import Batch, Epoch, EpochEnd
 from ..moments import Step
 from ..neighbours import Input
-from ..numbers import BEST, REPEATED, SIZES, Group, Number, gap_of, others, results
+from ..numbers import BEST, POWERS, REPEATED, SIZES, Group, Number, gap_of, results
+from ..numbers import others as other_results
 from ..reads import feeds
 from ..results import OTHER, Measured, Printed, repeated
 from .gradient import fits, near, not_averaged
@@ -132,7 +133,7 @@ def judged(job) -> dict[tuple, list]:
         for order, number in enumerate(results(line.text)):
             key = line.rank, line.place, words, order, number.kind
             sites.setdefault(key, []).append(judge(job, everything, line, number))
-        for name, text in others(line.text):  # it may be a loss
+        for name, text in other_results(line.text):  # it may be a loss
             number = Number("loss", float(text), gap_of(text), 1, None, "any", text, "")
             fits = judge(job, everything, line, number)
             sized = isinstance(fits, dict) and any(x[2] == SIZES for x in fits.values())
@@ -189,6 +190,8 @@ def judge(job, everything: list[Group], line: Printed, number: Number):
         earlier = own[: own.index(one)]
         right = one.right(line.text, line.rank)[0]
         for name, mend, top, bottom in one.wrong(earlier):
+            if name == POWERS and number.kind != "perplexity":
+                continue
             if number.equals((top, bottom)):
                 fits.setdefault(name, (line, number, mend, right))
     for one in process.of(Measured) if number.kind == "accuracy" else ():
@@ -256,7 +259,7 @@ def unchecked(job) -> str:
     for line in job.of(Printed):
         if known := OTHER.search(line.text):
             return f"{known[1]} at {line.place}"
-        for name, value in others(line.text):
+        for name, value in other_results(line.text):
             if seen.setdefault((name, line.rank, line.place), value) != value:
                 return f"{name} at {line.place}"
     return ""

@@ -10,7 +10,7 @@ from functools import partial
 from traceback import walk_stack
 
 from ..draws import MADE, MANY, Drawn, Draws, Same, same_draws, same_generators, since
-from ..event import Compiles, Event
+from ..event import Compiles, Event, Exit
 from ..generators import Seed, called, cause, drawn, states
 from ..law import RISK, Breach, Law, check, need
 from ..loaders import Loaders
@@ -172,6 +172,8 @@ def same_random_numbers(job):
     Not a mistake if: all ranks are meant to draw the same numbers, such as a size.
     """
     undivided(job)
+    ends = job.of(Exit)
+    need(not ends or any(x.passes for x in ends), "no backward pass was seen")
     held, some, found = [], "", False
     for where, words in (("forward", "forward passes"), ("fetch", "batches")):
         rows = draws(job, where)

@@ -17,11 +17,12 @@ from ..results import Measured as Evaluated
 from ..sample import GOLDEN, numbers, picked
 from ..watcher import Watcher
 from .replicas import other_network_differs
-from .samples import datasets_differ, where
+from .samples import datasets_differ, undivided, where
 
 LAW = Law(2, "ranks", "Ranks are exchangeable")
 CAUSES = datasets_differ, other_network_differs
 FEWEST, BATCHES = 20, 8  # minimum numbers of passes and of distinct batches
+WEIGHTED = "loss of", "gradient norm of"
 MORE = "kl_div ctc_loss triplet_margin_loss gaussian_nll_loss poisson_nll_loss".split()
 
 
@@ -72,8 +73,8 @@ class Ranks(Watcher):
         if target is not None and target.dim():
             values = measured(f"targets of {where}", target)
             if not target.is_floating_point():
-                valid = (target != kwargs.get("ignore_index", -100)).sum()
-                values[f"number of targets of {where}"] = valid
+                valid = target != kwargs.get("ignore_index", -100)
+                values[f"share of valid targets of {where}"] = valid.double().mean()
             self.keep(None, values)
             if target.dim() == 1 and len(self.targets) < 16:
                 self.targets.append((len(target), target.detach()[:64]))
@@ -182,6 +183,12 @@ def independent(job) -> float:
     return min(counts)
 
 
+def unequal_shares(job) -> bool:
+    """Return whether the ranks' inputs have different numbers of samples."""
+    rows = [len({len(one.rows) for one in row}) > 1 for row in job.rows(Input)]
+    return sum(rows) > len(rows) / 2
+
+
 def acts(job) -> bool:
     """Return whether most training inputs were evaluated, without gradients, before."""
     shares = []
@@ -238,10 +245,13 @@ def ranks_differ(job):
     Look for what differs on that rank: files, preprocessing, labels, its loss, its GPU.
     Not a mistake if: the ranks have different samples on purpose, such as languages.
     """
+    undivided(job)
     lists, batches = series(job), independent(job)
     every = {k: x for k, x in lists.items() if len(x[0]) >= FEWEST and tells(k, lists)}
     few = f"each rank needs {FEWEST} passes and {BATCHES} batches of distinct samples"
     need(every and batches >= BATCHES, few)
+    if unequal_shares(job):  # then losses and gradients may be weighted
+        every = {k: x for k, x in every.items() if not k.startswith(WEIGHTED)}
     ranks = range(1 if len(job.processes) == 2 else 0, len(job.processes))
     found, tested, tests = [], 0, len(every) * len(ranks)
     for name, rows in every.items():

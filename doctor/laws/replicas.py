@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterable
+from functools import cache
 from itertools import pairwise, zip_longest
 from operator import ne
 from statistics import median
@@ -13,9 +14,9 @@ from ..moments import Step
 from ..neighbours import Input
 from ..objects import COPY, LAYER
 from .checkpoints import Saved
-from .meeting import collectives_differ, same_steps
+from .meeting import Call, collectives_differ, one_network, same_steps
 from .resume import Resumed
-from .states import LAW, Layout, State
+from .states import LAW, Layout, State, late_network
 
 NONE = "no step with unsharded weights was seen on all ranks"
 
@@ -40,6 +41,7 @@ def listed(names: Iterable[str], most: int = 3) -> str:
 
 def states_of(job: Job, moment: str, what: str = "") -> list[list[State]]:
     """Return rows of states that all ranks wrote at one moment, one state per rank."""
+    one_network(job)
     if moment not in ("first", "start"):
         same_steps(job)
     found, count = {}, len(job.processes)
@@ -63,10 +65,16 @@ def differing(row: list[State], tolerance: float = 1e-6) -> tuple[list[str], int
     return found, len(names)
 
 
-def first(rows: list[list[State]], what: str, tolerance: float) -> tuple | None:
-    """Return the first row that differs between ranks, a message and names, or None."""
+def first(
+    rows: list[list[State]], what: str, tolerance: float, parts: Iterable[str] = ()
+) -> tuple | None:
+    """Return the first row that differs between ranks, a message and names, or None.
+
+    `parts` are weights that may differ: see parts_of_layers().
+    """
     for row in rows:
         found, count = differing(row, tolerance)
+        found = [name for name in found if name.rpartition(" of ")[2] not in parts]
         if found:
             text = f"{len(found)} of {count} {what} differ between the ranks"
             return row, f"{text}: {listed(found)}", found
@@ -79,6 +87,18 @@ def equal_steps(job: Job, after: int) -> list[int]:
     loads = {one.step for one in job.of(Resumed)}
     rows = [row for row in rows if row[0].step not in loads]
     return [row[0].step for row in rows if not differing(row)[0]]
+
+
+@cache
+def parts_of_layers(job: Job) -> set[str]:
+    """Return weights that may be each rank's part of a layer, as of a sharded head.
+
+    They differ at the start, others do not, and their module calls a collective.
+    """
+    rows = states_of(job, "step", "weights")[:1]
+    inside = {name for one in job.of(Call) for name in one.inside}
+    found = {*differing(rows[0])[0]} if rows else set()
+    return found if found <= inside and len(found) < differing(rows[0])[1] else set()
 
 
 def whole_weights(job: Job, names: list[str]) -> None:
@@ -117,7 +137,7 @@ def weights_differ(job):
     Wrap the network in DDP when all its weights exist, or broadcast them from rank 0.
     """
     rows = need(states_of(job, "step", "weights"), NONE)
-    found = first(rows[:1], "weights", 1e-6)
+    found = first(rows[:1], "weights", 1e-6, parts_of_layers(job))
     start = states_of(job, "start", "weights")[:1]  # before the first backward pass
     if found and (not start or differing(start[0])[0]):
         whole_weights(job, found[2])
@@ -135,7 +155,8 @@ def weights_drift(job):
     Not a mistake if: only one rank's weights are used.
     """
     rows, again = need(states_of(job, "step", "weights"), NONE), []
-    count = differing(rows[0])[1]
+    parts = parts_of_layers(job)
+    count = differing(rows[0])[1] - len(parts)
     need(count, "the ranks train networks whose weights have different names")
     ends, kept = states_of(job, "end", "weights"), states_of(job, "optimizer")
     ends = [x for x in ends if differing(x)[1] > count / 2]  # or else, most are freed
@@ -143,7 +164,7 @@ def weights_drift(job):
     for own, what in pairs:
         now_and_then = again and own is kept
         need(not now_and_then, "the ranks average their weights only now and then")
-        if found := first(own, what, 1e-5 if what == "weights" else 1e-4):
+        if found := first(own, what, 1e-5 if what == "weights" else 1e-4, parts):
             row, text, names = found
             whole_weights(job, names)
             again = equal_steps(job, row[0].step) if own is rows else []
@@ -164,6 +185,10 @@ def weights_drift(job):
     also += ["the optimizer states"] * any(differing(row)[1] for row in kept)
     also += [f"the weights of {what}" for what in others(job)]
     yield text + "; so are " * bool(also) + " and ".join(also)
+    late_network(job)
+    if parts:
+        text = "may be each rank's part of a layer that calls a collective"
+        raise Doubt(f"{listed(sorted(parts))} {text}")
 
 
 @check(LAW, RISK, causes=[names_differ, weights_differ, weights_drift])
@@ -209,7 +234,7 @@ def buffers_differ(job):
     need(rows + updated, "no network was validated on all ranks after the same step")
     for row in rows:
         what = f"weights and buffers of the validated {row[0].what}"
-        if found := first([row], what, 1e-4):
+        if found := first([row], what, 1e-4, parts_of_layers(job)):
             # DDP copies rank 0's statistics before the next step
             norms = all("running_" in name for name in found[2]) and row[0].trains
             saved = any(x.step >= row[0].step for x in job.of(Saved))

@@ -157,7 +157,8 @@ def ddp_keys(job):
     for path, one in {x.path: x for x in job.of(Saved) if x.wrapped}.items():
         if path not in read:
             what = f"weights in {base(path or '')} are named module.* or _orig_mod.*"
-            yield Breach(what, one.place)
+            level = NOTE if one.holds else RISK  # a file to resume from
+            yield Breach(what, one.place, level=level)
 
 
 @check(LAW, RISK, read="pitfall 18")

@@ -9,7 +9,7 @@ from ..draws import parts_of_orders, same_generators
 from ..event import Event
 from ..job import Job
 from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need, several
-from ..loaders import Batch, Pass, inside
+from ..loaders import Batch, Epoch, Pass, inside
 from ..moments import Step
 from ..neighbours import other_targets
 from ..reads import MORE, Feed, Reads, broken, feeds, interleaved, loaded, looped
@@ -18,6 +18,7 @@ from ..signature import different, other_contents, plain, signature
 from ..watcher import Watcher
 from .carried import Kept
 from .files import base
+from .meeting import one_network
 from .modes import Validation
 
 LAW = Law(1, "samples", "Every sample is read once per epoch")
@@ -65,6 +66,7 @@ class Samples(Watcher):
         names = [type(x).__name__ for x in (loader.sampler, loader.batch_sampler)]
         values = {name: getattr(loader.sampler, name, None) for name in SETTINGS}
         first = own.epoch == 0
+        kept = loader.persistent_workers and own.epoch < 3
         feed = Feed(
             loader=own.loader,
             epoch=own.epoch,
@@ -73,7 +75,7 @@ class Samples(Watcher):
             repeats=bool(getattr(loader.sampler, "replacement", False)),
             sampler={k: x for k, x in values.items() if isinstance(x, int)},
             workers=loader.num_workers,
-            data=signature(loader.dataset) if first else {},
+            data=signature(loader.dataset, not first) if first or kept else {},
             fields=plain(loader.dataset),
             part=part(loader.dataset) if first else None,
         )
@@ -95,6 +97,7 @@ def undivided(job: Job) -> None:
     """Raise NotJudged if a network is divided between ranks."""
     for one in job.of(Divided)[:1]:
         raise NotJudged(f"{one.how} may divide the network between ranks")
+    one_network(job)
 
 
 def where(job: Job, number: int | None = None) -> str:
@@ -293,18 +296,21 @@ def read_again(job):
     Save the number of the epoch's batches, and skip as many when you resume.
     Not a mistake if: a few samples more or less do not matter to you.
     """
-    rank, saved = job.processes[0], {}
-    for one in rank.of(Kept):
-        before = [x for x in rank.of(Batch) if x.time < one.time]
-        if one.moment == "saved" and before:
-            saved[one.path] = before[-1]
-        elif one.moment == "loaded" and one.path in saved and before:
-            last, now = saved[one.path], before[-1]
-            own, length = rank.loader(last.loader), last.number + 1
-            first = rank.batches(last.epoch, last.loader)[0]
-            partly = own and 1 < length < (own.length or 0)
-            if partly and now is not first and now.number == 0 and now.indices:
-                if now.indices == first.indices:
+    saved, reads, begun = {}, [], None
+    for one in job.processes[0].launches:
+        if isinstance(one, Epoch):
+            begun = one
+        elif isinstance(one, Batch):
+            reads = [*reads[: one.number], one] if one.number else [one]
+        elif isinstance(one, Kept) and one.moment == "saved" and reads:
+            saved[one.path] = begun, reads
+        elif isinstance(one, Kept) and one.moment == "loaded" and one.path in saved:
+            own, before = saved[one.path]
+            partly = 1 < len(before) < (own.length or 0)
+            again = len(reads) == 1 and begun.place == own.place
+            again &= reads[0] is not before[0]
+            if partly and again and reads[0].indices:
+                if reads[0].indices == before[0].indices:
                     what = f"after the resume from {base(one.path)}, the epoch begins "
-                    what += f"again; {length} of its {own.length} batches were read "
-                    yield Breach(f"{what}before the file was saved", own.place)
+                    what += f"again; {len(before)} of its {own.length} batches were "
+                    yield Breach(f"{what}read before the file was saved", own.place)

@@ -7,7 +7,7 @@ from itertools import groupby
 from ..law import RISK, Breach, check, need
 from ..reads import Feed
 from .ranks import LAW, Facts
-from .samples import datasets_differ
+from .samples import datasets_differ, undivided
 
 
 @check(LAW, RISK, general=True, causes=[datasets_differ])
@@ -17,6 +17,7 @@ def settings_differ(job):
     Use one setting on all ranks; after an evaluation on one rank, call train() there.
     Not a mistake if: the ranks are meant to differ, for example in their batch sizes.
     """
+    undivided(job)
     count, differ = Counter(), {}
     for name, row, step, place in facts(job):
         count[name] += 1

@@ -4,9 +4,9 @@ import weakref
 from collections import Counter
 
 from ..event import Event
-from ..law import Law
+from ..law import Doubt, Law
 from ..loaders import Loaders
-from ..moments import Moments
+from ..moments import Moments, Step
 from ..objects import Objects, label_of
 from ..record import STEPS, place, recorder, torch
 from ..sample import digest, flat, numbers
@@ -148,6 +148,17 @@ class Replicas(Watcher):
             own = {"moment": moment, "what": what, "names": [*found], "place": place()}
             own["kind"] = digest(*((name, *x.shape) for name, x in found.items()))
             recorder.write(State(each=each, values=values, **own | more))
+
+
+def late_network(job) -> None:
+    """Raise Doubt if DDP wraps another network only after the watched steps."""
+    own = job.processes[0]
+    last = max((x.step for x in own.of(Step) if x.watched), default=0)
+    early = [one.weights for one in own.of(Layout) if one.step <= last]
+    for one in own.of(Layout):
+        if early and one.step > last and one.weights not in early:
+            what = f"the network that DDP wraps after step {one.step} was not watched"
+            raise Doubt(f"{what}; --steps {one.step + STEPS} watches it")
 
 
 def named(pairs) -> dict:
