@@ -141,9 +141,6 @@ class Moments(Watcher):
         return args[:1], {**kwargs, "closure": recorded}
 
     def begin_step(self, optimizer) -> None:
-        dist = torch.distributed
-        if recorder.rank is None and dist.is_initialized():  # init_device_mesh() joins
-            recorder.joined(dist.get_rank(), dist.get_world_size())
         # Horovod's step() averages, and then calls step() of the same optimizer
         averages = hasattr(optimizer, "_should_synchronize")
         averages = averages and self.inner is not optimizer

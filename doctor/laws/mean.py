@@ -16,8 +16,6 @@ def totals(one: Fit, place: str = "") -> list[float]:
     """Return how much the samples of all passes, or of one line's, may count."""
     pairs = [*zip(one.shares, one.passes, strict=True)]
     pairs = [(x, factors(entry)) for x, entry in pairs if place in ("", entry["place"])]
-    if not all(own for _, own in pairs):
-        return []
     weighted = [[share * x for x in own] for share, own in pairs]
     return [sum(values) for values in zip(*weighted, strict=False)]
 
@@ -51,7 +49,7 @@ def counted(passes: list[dict]) -> bool:
     if not summed or counts != [*map(len, lists)]:
         return False
     ratios = [[x.factor / (found[0].factor or 1) for x in found] for found in lists]
-    return len({*map(len, ratios)}) == 1 and alike(ratios, 0.01)
+    return alike(ratios, 0.01)
 
 
 def weights(one: Fit, number: int = 0) -> list[float]:
@@ -160,6 +158,74 @@ def unread(found: list[Fit]) -> str:
     return f"how the loss at {entry['place']} averages its samples could not be read"
 
 
+@check(LAW, RISK, causes=EARLIER)
+def gathered_without_gradient(job):
+    """The loss uses tensors from other ranks, and their gradients are lost.
+
+    Use torch.distributed.nn.functional.all_gather(). If all ranks have the same loss,
+    you can multiply it by the world size instead.
+    Not a mistake if: the loss does not use the gathered tensors, or the learning rate
+    accounts for the factor.
+    """
+    size, found = len(job.processes), fits(job)
+    times = [any(near(value, size) for value in totals(x)) for x in found]
+    if times and sum(times) > len(times) / 2:
+        return  # the loss is multiplied by the world size
+    rows = need(job.rows(Update), "no optimizer took a step")
+    level = NOTE if rows[0][0].adaptive else RISK
+    averaged = [x.row[0].passes for x in found if near(x.factor, 1)]
+    lines = [entry["one_way"] for x in averaged for entry in x if "one_way" in entry]
+    if lost := cut_off(job):
+        what = "all_gather() gets a tensor with a gradient, but its results have none"
+        yield Breach(what, lost[0])
+    elif kept := cut_off(job, put_back=True):
+        what = "of the tensors of all_gather(), only the rank's own has a gradient"
+        yield Breach(what, kept[0], level=level)
+    elif len(lines) > len(averaged) / 2:
+        what = "a function calls all_gather(), but no collective in its backward()"
+        yield Breach(what, lines[0], level=level)
+
+
+@check(LAW, RISK, causes=[*EARLIER, mean_gradient], read="lesson 3")
+def unequal_means(job):
+    """The targets of a step have different weights.
+
+    Sum the losses (reduction="sum"), multiply by the world size (because DDP averages),
+    and divide by the all-reduced number (or class weights) of all passes' targets.
+    Not a mistake if: each batch should have the same weight.
+    """
+    fitted, rank, seen = fits(job), job.processes[0], []
+    counts = [len(x.indices or x.rows or ()) for x in rank.trained]
+    counts = counts, [len(x.rows) for x in rank.of(Input)]
+    most = min([20, *(mode(x) for x in counts if any(x))])  # a batch's samples
+    for one in fitted:
+        terms = [known(entry) for entry in one.passes]
+        single = all(len(x) == 1 and x[0].kind in ("mean", "sum") for x in terms)
+        if unequal(one.shares):
+            continue
+        if single or counted(one.passes):
+            heavy = any(x[0].weighted for x in terms)  # class weights' sums differ
+            differ = unequal(weights(one), 1.5 if heavy else 1.1)
+            seen.append((one, differ, heavy, 0))
+        elif columns := several(one.passes, most):
+            own = [n for n, column in enumerate(columns) if own_mean(column)]
+            seen.append((one, bool(own), False, min(own, default=0)))
+    need(seen, "no losses with known numbers of targets were seen")
+    found = [(one, *rest) for one, differ, *rest in seen if differ]
+    if len(found) > len(seen) / 2:
+        one, heavy, number = found[0]
+        first = [known(entry)[number] for entry in one.passes[:4]]
+        what, mean = "each loss is a mean over its own number of targets", True
+        if heavy:
+            what = "each loss is divided by the sum of its own targets' class weights"
+        elif first[0].kind == "sum":
+            what = "each rank divides its sum of losses by its own number"
+            mean = own_mean(first)
+        each = ", ".join(f"{x.rows if mean else 1 / abs(x.factor):.4g}" for x in first)
+        text = f"in {len(found)} of {len(seen)} steps, {what} ({each} in step "
+        yield Breach(f"{text}{one.row[0].step + 1})", one.row[0].passes[0]["place"])
+
+
 @explains(mean_gradient, read="lesson 3")
 def summed(job, breach):
     """The gradients are not averaged over the ranks: they are summed or divided twice.
@@ -248,73 +314,3 @@ def loss_scale(job, breach):
             passes = f"{count} passes, each with " * (count > 1)
             return Breach(f"a step has {passes}a mean loss that {how}")
     return None
-
-
-@check(LAW, RISK, causes=EARLIER)
-def gathered_without_gradient(job):
-    """The loss uses tensors from other ranks, and their gradients are lost.
-
-    Use torch.distributed.nn.functional.all_gather(). If all ranks have the same loss,
-    you can multiply it by the world size instead.
-    Not a mistake if: the loss does not use the gathered tensors, or the learning rate
-    accounts for the factor.
-    """
-    size, found = len(job.processes), fits(job)
-    times = [any(near(value, size) for value in totals(x)) for x in found]
-    if times and sum(times) > len(times) / 2:
-        return  # the loss is multiplied by the world size
-    rows = need(job.rows(Update), "no optimizer took a step")
-    for place in cut_off(job)[:1]:
-        what = "all_gather() gets a tensor with a gradient, but its results have none"
-        yield Breach(what, place)
-        return
-    level = NOTE if rows[0][0].adaptive else RISK
-    for place in cut_off(job, put_back=True)[:1]:
-        what = "of the tensors of all_gather(), only the rank's own has a gradient"
-        yield Breach(what, place, level=level)
-        return
-    averaged = [x.row[0].passes for x in found if near(x.factor, 1)]
-    lines = [entry["one_way"] for x in averaged for entry in x if "one_way" in entry]
-    if len(lines) > len(averaged) / 2:
-        what = "a function calls all_gather(), but no collective in its backward()"
-        yield Breach(what, lines[0], level=level)
-
-
-@check(LAW, RISK, causes=[*EARLIER, mean_gradient], read="lesson 3")
-def unequal_means(job):
-    """The targets of a step have different weights.
-
-    Sum the losses (reduction="sum"), multiply by the world size (because DDP averages),
-    and divide by the all-reduced number (or class weights) of all passes' targets.
-    Not a mistake if: each batch should have the same weight.
-    """
-    fitted, rank, seen = fits(job), job.processes[0], []
-    counts = [len(x.indices or x.rows or ()) for x in rank.trained]
-    counts = counts, [len(x.rows) for x in rank.of(Input)]
-    most = min([20, *(mode(x) for x in counts if any(x))])  # a batch's samples
-    for one in fitted:
-        terms = [known(entry) for entry in one.passes]
-        single = all(len(x) == 1 and x[0].kind in ("mean", "sum") for x in terms)
-        if unequal(one.shares):
-            continue
-        if single or counted(one.passes):
-            heavy = any(x[0].weighted for x in terms)  # class weights' sums differ
-            differ = unequal(weights(one), 1.5 if heavy else 1.1)
-            seen.append((one, differ, heavy, 0))
-        elif columns := several(one.passes, most):
-            own = [n for n, column in enumerate(columns) if own_mean(column)]
-            seen.append((one, bool(own), False, min(own, default=0)))
-    need(seen, "no losses with known numbers of targets were seen")
-    found = [(one, *rest) for one, differ, *rest in seen if differ]
-    if len(found) > len(seen) / 2:
-        one, heavy, number = found[0]
-        first = [known(entry)[number] for entry in one.passes[:4]]
-        what, mean = "each loss is a mean over its own number of targets", True
-        if heavy:
-            what = "each loss is divided by the sum of its own targets' class weights"
-        elif first[0].kind == "sum":
-            what = "each rank divides its sum of losses by its own number"
-            mean = own_mean(first)
-        each = ", ".join(f"{x.rows if mean else 1 / abs(x.factor):.4g}" for x in first)
-        text = f"in {len(found)} of {len(seen)} steps, {what} ({each} in step "
-        yield Breach(f"{text}{one.row[0].step + 1})", one.row[0].passes[0]["place"])

@@ -1,6 +1,7 @@
 """Laws 4 and 6: learning rates are equal and fit the training; losses are finite."""
 
 import weakref
+from contextlib import suppress
 from itertools import pairwise
 from math import isfinite, isnan
 
@@ -67,7 +68,7 @@ class Schedules(Watcher):
 def length(scheduler) -> int | None:
     """Return a schedule's length in steps; for LambdaLR, the end of its first decay."""
     for factor in getattr(scheduler, "lr_lambdas", [])[:1]:
-        try:
+        with suppress(Exception):  # the user's function
             rates = [max(0, factor(n)) for n in range(9 * scheduler.last_epoch)]
             top = next(n for n, (a, b) in enumerate(pairwise(rates)) if b < a)
             least = min(rates[top:]) + 1e-9 * rates[top]
@@ -75,8 +76,7 @@ def length(scheduler) -> int | None:
             falls = rates[end - 2] > rates[end - 1] > least  # not one large step
             again = max(rates[end : end + 2]) > 0.5 * rates[top]  # a warm restart
             return end if falls and end < len(rates) - 1 and not again else None
-        except Exception:  # the user's function
-            return None
+        return None
     return getattr(scheduler, "T_max", getattr(scheduler, "total_steps", None))
 
 
