@@ -142,14 +142,9 @@ class Moments(Watcher):
             quiet(self.begin_step)(optimizer)
             return result
 
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": recorded}
-        return (args[0], recorded, *args[2:]), kwargs
+        return args[:1], {**kwargs, "closure": recorded}
 
     def begin_step(self, optimizer) -> None:
-        dist = torch.distributed
-        if recorder.rank is None and dist.is_initialized():  # init_device_mesh() joins
-            recorder.joined(dist.get_rank(), dist.get_world_size())
         # Horovod's step() averages, and then calls step() of the same optimizer
         averages = hasattr(optimizer, "_should_synchronize")
         averages = averages and self.inner is not optimizer
@@ -257,21 +252,21 @@ class Moments(Watcher):
         tell("on_wrap", model, place())
 
     def before_forward(self, module, inputs) -> None:
-        # Calls inside a network are not checked again
-        if torch.compiler.is_compiling() or threading.get_ident() != self.thread:
+        if threading.get_ident() != self.thread or (traced() and not self.depth):
             return
-        if self.depth or not traced():
-            self.depth += 1
-            if self.depth == 1 and self.passed:
-                quiet(self.end_by_hand)()
-            if self.depth == 1 and recorder.timing:
-                if module not in self.networks:
-                    self.learn(module)
-                self.where = place() if recorder.watching else ""
-                tell("on_input", module, leaves(inputs))
+        self.depth += 1
+        if self.depth > 1:
+            return  # calls inside a network are not checked again
+        if self.passed:
+            quiet(self.end_by_hand)()
+        if recorder.timing:
+            if module not in self.networks:
+                self.learn(module)
+            self.where = place() if recorder.watching else ""
+            tell("on_input", module, leaves(inputs))
 
     def after_forward(self, module, _, outputs) -> None:
-        if torch.compiler.is_compiling() or threading.get_ident() != self.thread:
+        if threading.get_ident() != self.thread:
             return
         inside, self.depth = self.depth, max(0, self.depth - 1)
         if inside != 1 or isinstance(module, torch.nn.modules.loss._Loss):

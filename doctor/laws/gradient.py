@@ -253,12 +253,11 @@ def not_cleared(job):
     Not a mistake if: the passes whose gradients are cleared are not meant to count.
     """
     steps = need(job.of(Update), "no step was seen")
-    for one in [x for x in steps if x.stale][:1]:
+    found = [x for x in steps if {*x.lost} & {one["place"] for one in x.passes}]
+    if one := next((x for x in steps if x.stale), None):
         what = f"step {one.step + 1} also has older gradients: {listed(one.stale)}"
         yield Breach(what, one.passes[0]["place"] if one.passes else one.place)
-        return
-    found = [x for x in steps if {*x.lost} & {one["place"] for one in x.passes}]
-    if len(found) > sum(bool(x.passes) for x in steps) / 2:
+    elif len(found) > sum(bool(x.passes) for x in steps) / 2:
         what = f"in {len(found)} of {len(steps)} steps, unused gradients are cleared"
         yield Breach(what, found[0].lost[0], level=RISK)
 

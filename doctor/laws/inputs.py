@@ -126,10 +126,8 @@ def seeds_restart(job):
         values = [one.value for one in drawn]
         for distance in range(3, len(values) - 2):
             same = [a == b for a, b in zip(values, values[distance:], strict=False)]
-            last, changes = (
-                same[-distance:],
-                len({*values[-distance:]}) > 0.9 * distance,
-            )
+            last = same[-distance:]
+            changes = len({*values[-distance:]}) > 0.9 * distance
             if changes and sum(last) > max(2, 0.9 * len(last)):
                 steps = drawn[-1].step - drawn[-1 - distance].step
                 what = f"in {sum(same)} steps, torch.{name}() gives the numbers of "

@@ -83,9 +83,8 @@ class Passes(Watcher):
         return call(work, *args, **kwargs)
 
     def forward(self, call, model, *args, **kwargs):
-        if torch.is_grad_enabled():
-            if recorder.watching:
-                self.forwards.append(bool(model.require_backward_grad_sync))
+        if recorder.watching and torch.is_grad_enabled():
+            self.forwards.append(bool(model.require_backward_grad_sync))
             self.model = weakref.ref(model)
         return call(model, *args, **kwargs)
 

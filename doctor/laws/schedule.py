@@ -1,7 +1,9 @@
-"""Laws 4 and 6: learning rates are equal, and schedules fit the training."""
+"""Laws 4 and 6: learning rates are equal and fit the training; losses are finite."""
 
 import weakref
+from contextlib import suppress
 from itertools import pairwise
+from math import isfinite, isnan
 
 from ..event import Event, Exit
 from ..law import RISK, WRONG, Breach, check, need, several
@@ -10,7 +12,9 @@ from ..moments import Step
 from ..record import place, recorder, torch, wrap
 from ..watcher import Watcher
 from .alive import LAW as LEARNS
+from .ranks import Measured
 from .replicas import LAW, alike, weights_drift
+from .states import State
 
 RESUMED = "load_state_dict() restores the old length. Repeat the steps taken instead."
 
@@ -64,7 +68,7 @@ class Schedules(Watcher):
 def length(scheduler) -> int | None:
     """Return a schedule's length in steps; for LambdaLR, the end of its first decay."""
     for factor in getattr(scheduler, "lr_lambdas", [])[:1]:
-        try:
+        with suppress(Exception):  # the user's function
             rates = [max(0, factor(n)) for n in range(9 * scheduler.last_epoch)]
             top = next(n for n, (a, b) in enumerate(pairwise(rates)) if b < a)
             least = min(rates[top:]) + 1e-9 * rates[top]
@@ -72,8 +76,7 @@ def length(scheduler) -> int | None:
             falls = rates[end - 2] > rates[end - 1] > least  # not one large step
             again = max(rates[end : end + 2]) > 0.5 * rates[top]  # a warm restart
             return end if falls and end < len(rates) - 1 and not again else None
-        except Exception:  # the user's function
-            return None
+        return None
     return getattr(scheduler, "T_max", getattr(scheduler, "total_steps", None))
 
 
@@ -131,3 +134,32 @@ def schedule(job):
         elif any(abs(ratio / x - 1) < 0.15 for x in (size, 1 / size)):
             what += "; the factor is the world size"
         yield Breach(what, one.place, mend=mend)
+
+
+@check(LEARNS, WRONG)
+def loss_is_not_finite(job):
+    """A loss becomes infinite or NaN, or weights do.
+
+    Check this step for an empty batch, a wrong label, a logarithm of 0 or a division
+    by 0. If the loss grew in the preceding steps, lower the learning rate.
+    """
+    series, found = {}, []
+    for one in job.of(Measured):
+        for name in one.values:
+            if name.startswith("loss of "):
+                series.setdefault((one.rank, name), []).append(one)
+    kept = [x for x in job.of(State) if x.what == "weights"]
+    own = [x for x in kept if x.step == 0], [x for x in kept if x.moment == "end"]
+    lost = [any(isnan(y) for x in rows for y in x.values) for rows in own]
+    spoilt = lost == [False, True]
+    for (rank, name), rows in series.items():
+        bad = [one for one in rows if not isfinite(one.values[name])]
+        if bad and (spoilt or (len(bad) > 2 and bad == rows[-len(bad) :])):
+            found.append((bad[0].step, name, rank, bad[0].values[name]))
+    if found:
+        step, name, rank, value = min(found)
+        what = f"the loss is {value} in step {step + 1} on rank {rank}, and "
+        what += "weights are nan at the end" if spoilt else "in all later steps"
+        yield Breach(what, name.removeprefix("loss of "))
+    elif spoilt:
+        yield Breach("weights are nan at the end of the job")

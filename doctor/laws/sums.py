@@ -33,9 +33,9 @@ def reduced_again(job):
     Add up each rank's own numbers, and call all_reduce() once, at the end.
     """
     found, run, last = Counter(), Counter(), {}
-    for row in zip(*(process.of(Call) for process in job.processes), strict=False):
+    for row in collectives(job):
         one, values = row[0], [x.value for x in row]
-        if one.name == "all_reduce" and None not in values and len(row) > 1:
+        if one.name == "all_reduce" and len(row) > 1:
             total = last.get(one.place, max(values) + 1)  # what the last call returned
             grows = 2 * total >= max(values) >= min(values) >= 0.999 * total > 0
             run[one.place] = run[one.place] + 1 if grows else 0

@@ -94,11 +94,11 @@ def same_targets(job):
     heads = [{x.candidate for x in row} for row in same]
     if all(len(x) == 1 and 0 not in x for x in heads):
         yield Breach(f"{text}, and the first candidate is the same one", one.place)
-        return
-    if above < 0.75 * len(later) or min(means[1:]) < 1.05 * means[0]:
+    elif above < 0.75 * len(later) or min(means[1:]) < 1.05 * means[0]:
         raise Doubt(f"{text}, which is right if each rank's own candidates come first")
-    told = ", ".join(f"{x:.3g} on rank {n}" for n, x in enumerate(means[:4]))
-    yield Breach(f"{text}, and the later losses are {told}", one.place)
+    else:
+        told = ", ".join(f"{x:.3g} on rank {n}" for n, x in enumerate(means[:4]))
+        yield Breach(f"{text}, and the later losses are {told}", one.place)
 
 
 @check(LAW, RISK, needs=[Input, Targets], causes=[datasets_differ])

@@ -196,7 +196,7 @@ def bottleneck(job):
     Look at the last lines of the report, which show how long each part takes.
     """
     wall, steps = walls(job), [timed(process) for process in job.processes]
-    if slow := slowest(job, steps, wall) or in_turn(steps):
+    if slow := slowest(steps, wall) or in_turn(steps):
         yield slow
         return
     shares, costs, found = {}, Counter(), []
@@ -243,7 +243,7 @@ def in_turn(steps: list[list[Spans]]) -> Breach | None:
     return Breach(what, mend=mend + "group in a step.")
 
 
-def slowest(job, steps: list[list[Spans]], wall: float) -> Breach | None:
+def slowest(steps: list[list[Spans]], wall: float) -> Breach | None:
     """Return a breach if one rank makes the others wait for it in nearly all steps."""
     rows = [[(x, parts(x)) for x in own] for own in steps]
     # The seconds that a rank works: it does not wait for other ranks or for a core
