@@ -372,6 +372,10 @@ def test_persistent_workers_keep_the_epoch():
         draw = event(Draw, where="fetch", **draw)
         found = report(*([*own, draw] for own in ranks), steps=0)
         assert named(found) == wanted
+    ranks = [fed([x, x[::-1]], 2) for x in HALVES]
+    for one in each(Feed, ranks):
+        one.data = {"pairs": (64, one.epoch, 1)}  # of persistent workers
+    assert named(report(*ranks, steps=0)) == {"outdated_dataset"}
 
 
 def test_a_new_loader_of_the_same_line_continues_one_in_a_cycle():
@@ -395,6 +399,17 @@ def test_ranks_go_their_own_way_in_reinforcement_learning(acts):
         length = "length of input 1 of the network"
         own += measured([{length: n % 7 + 25 * rank} for n in range(30)])
     assert ("ranks_differ" in named(report(*ranks))) != acts
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (8, 4)])
+def test_ranks_with_unequal_shares_may_weight_their_losses(sizes):
+    ranks, draws = [fed([*range(rank, 480, 2)]) for rank in (0, 1)], random.Random(0)
+    for rank, own in enumerate(ranks):
+        rows = [array("q", range(sizes[rank])) for _ in range(30)]
+        own += [event(Input, n, rows=x, loaded=True) for n, x in enumerate(rows)]
+        own += measured([{"loss of a": 1 + rank + draws.random()} for _ in range(30)])
+    wanted = {"ranks_differ"} if sizes == (8, 8) else set()
+    assert named(report(*ranks, steps=0)) == wanted
 
 
 def test_inputs_and_labels_that_differ_between_the_ranks():
@@ -601,6 +616,18 @@ def test_printed_accuracies_are_recomputed():
     assert law(report([first, other, text], steps=0), 7) == "held"
     assert OTHER.search("loss 0.312, R@1 78.50") and OTHER.search("recall@10: 0.5")
     assert not OTHER.search("precision bf16, map-style") and OTHER.search("F1 0.91")
+
+
+def test_the_perplexity_of_the_mean_loss():
+    losses = sums("loss", [8 * 0.5]), sums("loss", [8 * 2.5])
+    for one in losses:
+        one.weights = array("d", [8])
+    # exp(1.5), and the mean of exp(0.5) and exp(2.5)
+    for printed, wanted in ((4.4817, set()), (6.9156, {"wrong_number"})):
+        texts = [line(f"ppl {printed}"), line(f"ppl {printed}", 4.0)]
+        found = report([*losses, *texts], steps=0)
+        assert named(found) == wanted
+        assert ("batches' perplexities" in str(found.findings)) == bool(wanted)
 
 
 @pytest.mark.parametrize("divisor", [1, 5, 8])

@@ -19,10 +19,12 @@ from doctor.job import Job, Process
 from doctor.law import CHECKS, Breach, examine
 from doctor.laws.alive import LAW as LEARNS
 from doctor.laws.alive import Alive, Weight
+from doctor.laws.carried import Kept
 from doctor.laws.checkpoints import Checkpoints, Cut, Saved, cut
 from doctor.laws.files import Files, Opened
 from doctor.laws.gradient import shares_of
 from doctor.laws.losses import Losses, outer, terms
+from doctor.laws.meeting import Call, Sends
 from doctor.laws.modes import Dropped, Mode, Validation
 from doctor.laws.passes import Passes, Update
 from doctor.laws.resume import Begins, Loaded, Restored, Resumed, Resumes
@@ -30,7 +32,7 @@ from doctor.laws.schedule import Schedule, length
 from doctor.laws.states import Layout, Replicas, State
 from doctor.laws.time import Spans
 from doctor.loaders import EpochEnd
-from doctor.moments import Moments, Step
+from doctor.moments import Moments, Step, Wraps
 from doctor.neighbours import Input
 from doctor.objects import Objects, is_users
 from doctor.page import explanation, page
@@ -58,7 +60,13 @@ def made(*ranks, steps=4, **step):
         start = event(Start, parent="a-1", host="a", environment={})
         step |= {"rates": [0.1], "watched": True}
         taken = [event(Step, n, **step) for n in range(steps)]
-        events = start, Rank(own=rank, world_size=len(ranks)), *own, *taken, Exit()
+        events = (
+            start,
+            Rank(own=rank, world_size=len(ranks)),
+            *own,
+            *taken,
+            Exit(passes=1),
+        )
         events = [replace(one, rank=rank) for one in events]
         processes.append(Process(rank, len(ranks), events))
     return Job(processes, status=0)
@@ -771,3 +779,60 @@ def test_gradients_of_another_networks_pass_are_found():
         often.append(update(n + 1, 0, n + 2))
     found = [named(judged(own, own)) for own in (wrong, right, shared, often)]
     assert ["another_steps_pass" in one for one in found] == [True] + [False] * 3
+
+
+def test_what_ranks_may_have_of_their_own():
+    """A part of a layer that calls a collective, a pipeline's stage, or training before DDP."""
+    for own, wanted in (
+        (lambda rank: [], {"weights_differ"}),
+        (lambda rank: [event(Call, inside=["body"])], {"weights_differ"}),
+        (lambda rank: [event(Call, inside=["head"])], set()),
+        (lambda rank: [event(Step, which=rank, rates=[0.1])], {"weights_differ"}),
+        (lambda rank: [event(Step, which=rank, rates=[0.1]), event(Sends)], set()),
+        (lambda rank: [event(Wraps, 0)], {"weights_differ"}),
+        (lambda rank: [event(Wraps, 3 * rank)], set()),
+    ):
+        ranks = [own(0), own(1)]
+        for rank, found in enumerate(ranks):
+            row = {"moment": "step", "what": "weights", "names": ["body", "head"]}
+            row |= {"each": 1, "values": [1.0, 2.0 + rank]}
+            found += [event(State, n, **row) for n in range(4)]
+        found = judged(*ranks)
+        assert {*named(found)} == wanted and law(found, 4) == (
+            "broken" if wanted else "not judged"
+        )
+
+
+def test_a_network_that_ddp_wraps_after_the_watched_steps():
+    own = [event(Layout, n, weights=[f"a ({n})"]) for n in (0, 9)]
+    for layouts, told in ((own, "after step 9"), ([own[0], own[0]], "")):
+        report = judged(*([*x, *layouts] for x in steps(MEAN)))
+        assert (told in str(report.verdicts[4].doubts)) and (
+            not told or law(report, 5) != "held"
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "now", "wanted"),
+    [
+        ("A.i", (5, 10), 0, "broken"),  # counts steps
+        ("A.i", (5, 10), 10, "held"),
+        ("A.images", (41, 81), 0, "not judged"),
+        ("images", (40, 80), 0, "broken"),  # the file contains it
+        ("best", (0.5, 0.5, 0.7), 0.0, "broken"),
+        ("best", (0.7, 0.5), 9.0, "broken"),
+        ("best", (0.7, 0.5), 0.5, "held"),
+        ("A.batch", (5, 5), 0, "held"),
+        ("loss", (0.9, 0.5), 2.0, "held"),
+    ],
+)
+def test_numbers_that_a_resume_does_not_restore(name, values, now, wanted):
+    rows = [(5 * n, {name: [x], "epoch": [n]}) for n, x in enumerate(values, 1)]
+    own = {"moment": "saved", "path": "a.pt", "stored": [80]}
+    found = [event(Kept, n, counts=counts, **own) for n, counts in rows]
+    own |= {"moment": "loaded", "counts": {name: [now], "epoch": [2]}}
+    found += [event(Opened, path="a.pt"), event(Kept, 20, **own)]
+    if name == "A.i":  # it begins again in each epoch
+        again = event(Kept, 6, moment="next", counts={name: [0]})
+        assert law(judged([*found, again], []), 8) == "held"
+    assert law(judged(found, []), 8) == wanted

@@ -260,7 +260,9 @@ def ranks_differ(job):
             others = [fmean(values) for values in zip(*others, strict=True)]
             error, share, above = apart(rows[rank], others, batches)
             tested = max(tested, error)
-            if error > 6 and share >= 0.05:
+            # Sorted samples that are dealt out in turn have slightly unequal lengths
+            least = 0.2 if name.startswith("length of") else 0.05
+            if error > 6 and share >= least:
                 if odds(above, len(others)) * tests < 1e-6:
                     found.append((name, error, rank, rows[rank], others, above))
     need(tested >= 1e-3, "the ranks' numbers are the same in all passes")

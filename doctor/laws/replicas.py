@@ -95,10 +95,11 @@ def parts_of_layers(job: Job) -> set[str]:
 
     They differ at the start, others do not, and their module calls a collective.
     """
-    rows = states_of(job, "step", "weights")[:1]
     inside = {name for one in job.of(Call) for name in one.inside}
-    found = {*differing(rows[0])[0]} if rows else set()
-    return found if found <= inside and len(found) < differing(rows[0])[1] else set()
+    for row in states_of(job, "step", "weights")[:1]:
+        found, count = differing(row)
+        return {*found} if inside >= {*found} and len(found) < count else set()
+    return set()
 
 
 def whole_weights(job: Job, names: list[str]) -> None:
