@@ -9,7 +9,7 @@ from itertools import compress, groupby, zip_longest
 from ..event import Event, Exit, Failed
 from ..job import waiting
 from ..law import NOTE, RISK, WRONG, Breach, Law, check, need, several
-from ..moments import Moments, Step
+from ..moments import Moments, Step, Wraps
 from ..objects import variables
 from ..record import recorder, torch, wrap
 from ..watcher import Watcher
@@ -106,10 +106,10 @@ class Meeting(Watcher):
 
 
 def one_network(job) -> None:
-    """Raise NotJudged if each rank trains its own stage of a pipeline."""
+    """Raise NotJudged if each rank trains its own network, such as a pipeline's stage."""
     trained = {x.which for x in job.of(Step) if x.step == 0}
-    stages = len(trained) > 1 and job.of(Sends)
-    need(not stages, "the ranks send tensors, and train different weights")
+    stages = len(trained) > 1 and (job.of(Sends) or not job.of(Wraps))
+    need(not stages, "the ranks train networks with different names of weights")
 
 
 def same_steps(job) -> None:
@@ -155,6 +155,8 @@ def steps_differ(job):
     by_hand = any(one.by_hand for one in job.of(Step))
     need(not by_hand, "the script changes the weights without an optimizer")
     done = {one.rank: one.step for one in job.of(Exit)}
+    idle = [x for x in job.of(Exit) if not (x.step or x.passes)]
+    need(not idle, "some ranks only receive the weights: they run no backward pass")
     need(len(done) == len(job.processes), "not every rank ran to its end")
     if len({*done.values()}) > 1:
         same_steps(job)
