@@ -89,7 +89,7 @@ class Failed(Event):
 class Exit(Event):
     """The process ends."""
 
-    passes: int = 0  # number of backward passes until the timed steps ended
+    passes: int = 0  # backward passes (and calls of autograd.grad()) in timed steps
 
 
 def read(path: Path) -> list[Event]:

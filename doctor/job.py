@@ -22,11 +22,11 @@ class Process:
     world_size: int
     events: list[Event]
     loaders: list[Event] = field(default_factory=list)
-    others: list[Event] = field(default_factory=list)  # of processes with this rank
+    others: list[Event] = field(default_factory=list)  # see launches
 
-    @property
+    @cached_property
     def launches(self) -> list[Event]:
-        """Events of all processes with this rank, as of a job and of its resume."""
+        """The events of all processes with this rank, such as before a resume."""
         return sorted(self.events + self.others, key=lambda one: one.time)
 
     def of(self, kind: type[Kind], loaders: bool = False) -> list[Kind]:

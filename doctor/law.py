@@ -159,13 +159,13 @@ def several(job: Job) -> None:
     together = job.world_size > 1 and len(job.processes) > 1
     need(together, "this needs at least two processes")
     need(job.of(Joins) or job.of(Rank), "the processes train alone: see no_group")
-    need(not job.apart, job.apart)
 
 
 def judge(job: Job, own: Check) -> Iterator[Breach | str]:
     """Yield a check's breaches and evidence."""
     if own.law.name in COMPARES:
         several(job)
+        need(not job.apart, job.apart)
     for kind in own.needs:
         seen = kind.__doc__.split("\n")[0].split(". ")[0].rstrip(".")
         need(job.of(kind), f"not seen: {seen[0].lower()}{seen[1:]}")

@@ -240,6 +240,7 @@ class Moments(Watcher):
 
     def compute(self, call, *args, **kwargs):
         self.computes, before = self.backing, self.computes
+        recorder.passes += recorder.timing and not self.backing
         try:
             return call(*args, **kwargs)
         finally:

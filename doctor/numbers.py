@@ -43,7 +43,7 @@ MEANS = "Add up sums and sample counts, not means, and divide once at the end."
 DIVISOR = "Divide by the number of samples (or batches) that were added up."
 SIZES = "Multiply a batch's mean by the batch's size if you divide by all samples."
 PARTS = "Print the loss before it is divided for the backward pass."
-POWERS = "the mean of the batches' perplexities"
+POWERS = "Print exp() of the mean loss, not the mean of exp()."
 RESET = "Reset the metric (or the sums) at the start of each pass."
 
 
@@ -247,19 +247,21 @@ class Group:
             yield "the sum of the ranks' means", DIVISOR, sum(ratios), 1
             name = f"which is divided {count} times too often"
             yield name, DIVISOR, every[0] / count, once[1]
-        sizes = [sum(weights) for _, weights, _ in parts[0][0]]
-        own_means = means(parts[0][0])
-        if every[1] and max(own_means) < 50:
-            powers = sum(
-                n * exp(mean) for n, mean in zip(sizes, own_means, strict=True)
-            )
-            yield POWERS, "Print exp() of the mean loss.", log(powers / every[1]), 1
         if earlier:
             name = "which counts earlier passes, too"
             yield name, RESET, *pair(one.added() for one in (*earlier, self))
             for rank in self.ranks:
                 rows = [one.added(rank) for one in earlier if rank in one.ranks]
                 yield f"{name}, of rank {rank} only", RESET, *pair([*rows, own[rank]])
+
+
+def of_perplexities(group: Group) -> Iterator[tuple[float, int]]:
+    """Yield ratios whose exp() is a mean of the batches' perplexities."""
+    rows = [*chain(*group.ranks.values())]
+    own, sizes = means(rows), [sum(weights) for _, weights, _ in rows]
+    for each in (sizes, [1] * len(rows)) if min(own) > -50 and max(own) < 50 else ():
+        powers = sum(n * exp(mean) for n, mean in zip(each, own, strict=True))
+        yield log(powers / (sum(each) or 1) or 1), 1
 
 
 def gap_of(text: str) -> float:

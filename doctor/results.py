@@ -28,6 +28,10 @@ OTHER = re.compile(  # results that doctor does not recompute
 )
 
 
+class Sends(Event, limit=1):
+    """The script exchanges a tensor with one other rank."""
+
+
 class Printed(Event, limit=2000):
     """The script has printed a line with a number that may be a result."""
 
@@ -90,13 +94,20 @@ class Results(Watcher):
         wrap(torch.Tensor, "eq", self.equal)
         wrap(torch.Tensor, "__eq__", self.equal)
         dist = torch.distributed
-        for owner, names in ((dist, POINTS), (dist.Store, ("get", "multi_get"))):
-            for name in names:
-                wrap(owner, name, self.exchange)
+        for name in POINTS:
+            wrap(dist.distributed_c10d, name, self.send)
+            # P2POp compares its argument with the inner module's function
+            setattr(dist, name, getattr(dist.distributed_c10d, name))
+        for name in ("get", "multi_get"):
+            wrap(dist.Store, name, self.exchange)
 
     def horovod_hooks(self, hvd) -> None:
         for name in ("synchronize", "alltoall", "grouped_allreduce"):
             wrap(hvd, name, self.exchange)
+
+    def send(self, call, *args, **kwargs):
+        recorder.write(Sends())
+        return self.exchange(call, *args, **kwargs)
 
     def exchange(self, call, *args, **kwargs):
         Moments.here.exchanged = time.time()

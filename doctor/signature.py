@@ -21,7 +21,7 @@ def signature(dataset, copied: bool = False) -> dict[str, tuple[int, int, int | 
     """Return {attribute: three numbers} for the lists and arrays of a dataset.
 
     They are its length, a hash of a few entries in order, and one of all in any order.
-    With `copied`, leave out tensors that loader processes share with this process.
+    With `copied`, leave out what loader processes may share with this process, or fill.
     """
     found = {}
     with contextlib.suppress(Exception), warnings.catch_warnings():
@@ -45,7 +45,7 @@ def plain(dataset) -> dict[str, float]:
 def _search(value, name: str, depth: int, found: dict, copied: bool) -> None:
     if isinstance(value, (torch.nn.Module, *PLAIN)) or len(found) > 40:
         return
-    if copied and isinstance(value, torch.Tensor) and value.is_shared():
+    if copied and _shared(value):
         return
     if _is_array(value):
         if value.ndim and len(value) > 1:
@@ -67,6 +67,17 @@ def _search(value, name: str, depth: int, found: dict, copied: bool) -> None:
         for key, one in fields.items() if len(fields) < 100 else ():
             if isinstance(key, str):
                 _search(one, f"{name}.{key}".lstrip("."), depth + 1, found, copied)
+
+
+def _shared(value) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.is_shared() or not value.untyped_storage().resizable()
+    if isinstance(value, list):
+        return None in value[:ALL]  # a cache
+    base = getattr(value, "base", None)
+    while type(base).__name__ == "ndarray":
+        base = base.base
+    return base is not None
 
 
 def _is_array(value) -> bool:

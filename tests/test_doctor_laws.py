@@ -908,6 +908,10 @@ order, net, x = Order(range(8)), torch.nn.Linear(4, 4), torch.randn(8, 4)
 optimizer, gone = torch.optim.SGD(net.parameters(), 0.1), weakref.ref(net)
 data, chosen = torch.utils.data.Subset(x, order), weakref.ref(order)
 next(iter(torch.utils.data.DataLoader(data, 4)))
+dist = torch.distributed
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.P2POp(dist.isend, x, 0)
+torch.save([net.state_dict(), optimizer.state_dict()], "saved.pt")
 for _ in range(70):
     net(x).sum().backward()
     optimizer.step()

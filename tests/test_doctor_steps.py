@@ -24,7 +24,7 @@ from doctor.laws.checkpoints import Checkpoints, Cut, Saved, cut
 from doctor.laws.files import Files, Opened
 from doctor.laws.gradient import shares_of
 from doctor.laws.losses import Losses, outer, terms
-from doctor.laws.meeting import Call, Sends
+from doctor.laws.meeting import Call
 from doctor.laws.modes import Dropped, Mode, Validation
 from doctor.laws.passes import Passes, Update
 from doctor.laws.resume import Begins, Loaded, Restored, Resumed, Resumes
@@ -37,6 +37,7 @@ from doctor.neighbours import Input
 from doctor.objects import Objects, is_users
 from doctor.page import explanation, page
 from doctor.record import recorder
+from doctor.results import Sends
 
 SAMPLES = [[1.0, -2, 3, 0.5, 7, 2, -1, 4], [2.0, 1, -1, 4, 0.3, -6, 5, 2]]  # gradients
 SAMPLES = torch.tensor(SAMPLES, dtype=torch.float64)
@@ -787,7 +788,7 @@ def test_what_ranks_may_have_of_their_own():
         (lambda rank: [], {"weights_differ"}),
         (lambda rank: [event(Call, inside=["body"])], {"weights_differ"}),
         (lambda rank: [event(Call, inside=["head"])], set()),
-        (lambda rank: [event(Step, which=rank, rates=[0.1])], set()),
+        (lambda rank: [event(Step, which=rank, rates=[0.1])], {"weights_differ"}),
         (lambda rank: [event(Step, which=rank, rates=[0.1]), event(Sends)], set()),
         (lambda rank: [event(Wraps, 0)], {"weights_differ"}),
         (lambda rank: [event(Wraps, 3 * rank)], set()),
@@ -805,7 +806,8 @@ def test_what_ranks_may_have_of_their_own():
 
 def test_a_network_that_ddp_wraps_after_the_watched_steps():
     own = [event(Layout, n, weights=[f"a ({n})"]) for n in (0, 9)]
-    for layouts, told in ((own, "after step 9"), ([own[0], own[0]], "")):
+    own.append(event(Exit, 12))
+    for layouts, told in ((own, "after step 9"), ([own[0], own[2]], "")):
         report = judged(*([*x, *layouts] for x in steps(MEAN)))
         assert (told in str(report.verdicts[4].doubts)) and (
             not told or law(report, 5) != "held"
@@ -828,10 +830,12 @@ def test_a_network_that_ddp_wraps_after_the_watched_steps():
 )
 def test_numbers_that_a_resume_does_not_restore(name, values, now, wanted):
     rows = [(5 * n, {name: [x], "epoch": [n]}) for n, x in enumerate(values, 1)]
-    own = {"moment": "saved", "path": "a.pt", "stored": [80]}
+    own = {"moment": "saved", "path": "a.pt", "mark": 7, "stored": [40, 80]}
+    own["networks"] = {"Net": [{"weight": (True, [1.0])}]}
     found = [event(Kept, n, counts=counts, **own) for n, counts in rows]
     own |= {"moment": "loaded", "counts": {name: [now], "epoch": [2]}}
-    found += [event(Opened, path="a.pt"), event(Kept, 20, **own)]
+    file, restored = event(Opened, path="a.pt"), event(Restored, 19, what="optimizer")
+    found += [file, restored, event(Kept, 20, **own)]
     if name == "A.i":  # it begins again in each epoch
         again = event(Kept, 6, moment="next", counts={name: [0]})
         assert law(judged([*found, again], []), 8) == "held"

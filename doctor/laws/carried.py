@@ -1,39 +1,45 @@
 """Law 8: files are complete. Checks whether a resume restores the script's objects."""
 
 import math
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import field
-from itertools import pairwise
+from itertools import pairwise, product
 
 from ..event import Event
 from ..law import RISK, Breach, Doubt, check
-from ..loaders import EpochEnd
+from ..loaders import Epoch, EpochEnd
 from ..moments import Moments
 from ..objects import Objects, scopes
 from ..record import place, quiet, recorder, torch, wrap
 from ..sample import numbers
 from ..watcher import Watcher
-from .checkpoints import dictionaries, has, is_state, path_of
+from .checkpoints import dictionaries, has, is_state, mark_of, parts, path_of
 from .files import LAW, base
 from .replicas import listed
-from .resume import not_restored
+from .resume import Restored, not_restored
 
-OBJECTS, TENSORS = 500, 300  # limits: objects, and weights per network, to read
+MOST, TENSORS = 8, 300  # limits: objects of a class, and weights of a network, to read
+METER = re.compile("meter|timer|speed|throughput|log|monitor|profil|progress", re.I)
+WEIGHTS = "Save all trained weights, and load them with strict=True."
 
 
-class Kept(Event, limit=100):
+class Kept(Event, limit=300):
     """Numbers in the script's variables and objects, and its networks' weights.
 
     Several objects of one class have the same names.
     """
 
-    moment: str  # saved: torch.save() has returned; next: the next pass; or loaded
+    moment: str  # saved: torch.save() has returned; next, loaded: at the next pass
     path: str
+    mark: int = 0  # a hash of the file's contents
     counts: dict[str, list[float]]  # numbers by name
-    # A class -> for each network: {weight's name: a few elements}
-    networks: dict[str, list[dict[str, list[float]]]] = field(default_factory=dict)
-    trained: list[str] = ()  # names of weights that an optimizer trains
+    # A class -> for each network: weight -> whether it is trained, and a few elements
+    networks: dict[str, list[dict[str, tuple[bool, list[float]]]]] = field(
+        default_factory=dict
+    )
     stored: list[float] = ()  # numbers in the file
     place: str
 
@@ -42,8 +48,8 @@ class Carried(Watcher):
     """Reads the script's objects when it saves a file, and after it has loaded it."""
 
     def __init__(self):
-        self.objects = Objects()
-        self.hook, self.loaded, self.path = None, False, ""
+        self.objects, self.saves = Objects(), 0
+        self.hook, self.loaded, self.file = None, False, ("", 0)
 
     def hooks(self) -> None:
         wrap(torch, "save", self.save)
@@ -53,48 +59,40 @@ class Carried(Watcher):
         result, path = call(obj, f, *args, **kwargs), path_of(f)
         resumes = has(obj, "param_groups") or any(map(is_state, dictionaries(obj)))
         if path and resumes and not recorder.full(Kept):
-            stored = {
-                x
-                for own in dictionaries(obj)
-                for x in own.values()
-                if type(x) in (int, float)
-            }
             if self.objects.found is None:
                 self.objects.search()
-            self.write("saved", path, stored=[*stored])
-            self.wait(path, False)
+            self.saves += 1
+            self.write("saved", path, mark_of(obj), stored=stored(obj))
+            if self.saves < 9:
+                self.wait(path, mark_of(obj), False)
         return result
 
     def load(self, call, *args, **kwargs):
         result, path = call(*args, **kwargs), path_of(args[0] if args else kwargs["f"])
-        if path and has(result, "param_groups"):
-            self.wait(path, True)
+        if path and has(result, "param_groups") and not recorder.full(Kept):
+            self.wait(path, mark_of(result), True)
         return result
 
-    def wait(self, path: str, loaded: bool) -> None:
+    def wait(self, path: str, mark: int, loaded: bool) -> None:
         """Wait for the next pass of a network in training."""
-        self.path, self.loaded = path, loaded
+        self.file, self.loaded = (path, mark), loaded
         if self.hook is None:
             hook = quiet(self.next_pass)
             self.hook = torch.nn.modules.module.register_module_forward_pre_hook(hook)
 
     def next_pass(self, module, inputs) -> None:
-        if not torch.is_grad_enabled():
+        if self.hook is None or not torch.is_grad_enabled():
             return
         self.hook.remove()
         self.hook = None
         if self.loaded:
             self.objects.renew()
-        self.write("loaded" if self.loaded else "next", self.path)
+        self.write("loaded" if self.loaded else "next", *self.file)
 
-    def write(self, moment: str, path: str, **more) -> None:
-        if moment != "next":
-            networks, trained = self.networks()
-            more |= {"networks": networks, "trained": trained}
-        where, counts = place(), self.counts()
-        recorder.write(
-            Kept(moment=moment, path=path, counts=counts, place=where, **more)
-        )
+    def write(self, moment: str, path: str, mark: int, **more) -> None:
+        more |= {"path": path, "mark": mark, "place": place(), "counts": self.counts()}
+        more |= {"networks": self.networks()} if moment != "next" else {}
+        recorder.write(Kept(moment=moment, **more))
 
     def counts(self) -> dict[str, list[float]]:
         """Return {name: values} for numbers in variables and objects."""
@@ -105,84 +103,108 @@ class Carried(Watcher):
                 if type(one) in (int, float):
                     found.setdefault(prefix + name, []).append(one)
             del values
-        for kind, reference in self.objects.found[:OBJECTS]:
-            for name, one in [*getattr(reference(), "__dict__", {}).items()]:
-                if type(one) in (int, float):
-                    found.setdefault(f"{kind}.{name}", []).append(one)
+        sizes = Counter(kind for kind, _ in self.objects.found)
+        own = [(kind, x()) for kind, x in self.objects.found if sizes[kind] <= MOST]
+        for kind, one in own:
+            for name, value in [*getattr(one, "__dict__", {}).items()]:
+                if type(value) in (int, float):
+                    found.setdefault(f"{kind}.{name}", []).append(value)
         return found
 
-    def networks(self) -> tuple[dict, list[str]]:
-        """Return Kept.networks and Kept.trained."""
-        found, trained, known = {}, set(), Moments.here.known
+    def networks(self) -> dict[str, list[dict]]:
+        """Return Kept.networks."""
+        found, known = {}, Moments.here.known
         for kind, reference in self.objects.networks:
             own = [*getattr(reference(), "named_parameters", tuple)()][-TENSORS:]
+            own = [(name, one) for name, one in own if not parts(one)]
             rows = numbers([one.detach() for _, one in own])
-            names = [name for name, _ in own]
-            trained |= {name for name, one in own if id(one) in known}
-            found.setdefault(kind, []).append(dict(zip(names, rows, strict=True)))
-        return found, [*trained]
+            pairs = zip(own, rows, strict=True)
+            row = {name: (id(one) in known, few) for (name, one), few in pairs}
+            found.setdefault(kind, []).append(row)
+        return found
+
+
+def stored(obj) -> list[float]:
+    """Return the numbers in a saved object, and in the small dictionaries in it."""
+    top = obj if isinstance(obj, dict) else {}
+    small = [x for x in top.values() if isinstance(x, dict) and len(x) < 50]
+    values = [x for own in (top, *small) for x in own.values()]
+    return [x for x in values if type(x) in (int, float)]
 
 
 @check(LAW, RISK, causes=[not_restored], read="pitfall 18")
 def not_carried_on(job):
-    """A resumed run does not restore the script's own objects.
+    """A resumed run does not restore the script's own objects, or some of the weights.
 
     Save this object's state in the same file, and set it when you resume.
     Not a mistake if: nothing that matters depends on it.
     """
     unsure = []
     for process in job.processes:
-        saves, after, ends = {}, [], []  # since the last resume
+        saves, events, restored = [], [], False  # since the last resume
         for one in process.launches:
-            if isinstance(one, EpochEnd):
-                ends.append(one)
-            elif isinstance(one, Kept) and one.moment == "saved":
-                saves[one.step] = one
-            elif isinstance(one, Kept) and one.moment == "next":
-                after.append(one)
-            elif isinstance(one, Kept):
-                if own := [x for x in saves.values() if x.path == one.path]:
+            restored |= isinstance(one, Restored) and one.what == "optimizer"
+            if isinstance(one, Kept) and one.moment == "loaded":
+                same = [n for n, x in enumerate(saves) if x.mark == one.mark != 0]
+                if same and restored and goes_on(saves[same[-1]], one):
+                    saves = saves[: same[-1] + 1]
                     when = f"after the resume from {base(one.path)}"
-                    for text in lost(own[-1], one):
-                        yield Breach(f"{when}, {text}", one.place)
-                    until = [x for x in saves.values() if x.time <= own[-1].time]
-                    for name, sure in fallen(ends, until, after, one):
-                        now, then = one.counts[name][0], own[-1].counts[name][0]
+                    for text, mend in lost(saves[-1], one):
+                        yield Breach(f"{when}, {text}", one.place, mend=mend)
+                    for name, sure in fallen(saves, events, one):
+                        now, then = one.counts[name][0], saves[-1].counts[name][0]
                         what = f"{when}, {name} is {now:g}; it was {then:g} when the "
                         what += "file was saved"
                         if sure:
                             yield Breach(what, one.place)
                         else:
                             unsure.append(what)
-                saves, after, ends = {}, [], []
+                saves, events, restored = [], [], False
+            elif isinstance(one, Kept) and one.moment == "saved":
+                saves.append(one)
+            elif isinstance(one, (Kept, Epoch, EpochEnd)):
+                events.append(one)
     if unsure:
         raise Doubt(listed(unsure))
 
 
-def lost(saved: Kept, now: Kept) -> Iterator[str]:
-    """Yield a text for each class of networks whose saved weights no network has."""
+def goes_on(saved: Kept, now: Kept) -> bool:
+    """Return whether many trained weights are those of a file, so training goes on."""
+    for kind, networks in saved.networks.items():
+        for own, other in product(networks, now.networks.get(kind, ())):
+            trained = [x for x in own if own[x][0] and x in other]
+            same = sum(near(own[x][1], other[x][1]) for x in trained)
+            if same > len(trained) / 4:
+                return True
+    return False
+
+
+def lost(saved: Kept, now: Kept) -> Iterator[tuple[str, str]]:
+    """Yield (text, advice) for each class of networks with other weights than saved."""
     for kind, networks in saved.networks.items():
         for own in networks:
             others = [x for x in now.networks.get(kind, ()) if x.keys() == own.keys()]
-            gone = [[x for x in own if not near(own[x], one[x])] for one in others]
-            fewest, trained = min(gone, key=len, default=[]), {*saved.trained}
-            text = f"of {kind} are not those of the moment when the file was saved"
-            if fewest and not trained & own.keys():
-                yield f"the weights {text}; no optimizer trains them"
+            gone = [[x for x in own if not near(own[x][1], y[x][1])] for y in others]
+            fewest = min(gone, key=len, default=[])
+            trained = [name for name in own if own[name][0]]
+            if fewest and not trained:
+                text = f"{len(fewest)} of {len(own)} weights of {kind}, which no "
+                yield f"{text}optimizer trains, are not those of the save", ""
                 break
             fewest = [name for name in fewest if name in trained]
-            if fewest and len(fewest) < len(trained & own.keys()):
-                yield f"the weights {listed(fewest)} {text}, but others are"
+            if 0 < len(fewest) < len(trained):
+                text = f"{len(fewest)} of {len(trained)} trained weights of {kind} are "
+                yield f"{text}not those of the save: {listed(fewest)}", WEIGHTS
                 break
 
 
 def near(one: list[float], other: list[float]) -> bool:
-    """Return whether two samples of a tensor are equal up to rounding."""
-    return math.dist(one, other) <= 1e-4 * math.hypot(*one)
+    """Return whether two samples of a tensor are equal up to rounding to 16 bits."""
+    return one == other or math.dist(one, other) <= 3e-3 * math.hypot(*one)
 
 
 def fallen(
-    ends: list[EpochEnd], saves: list[Kept], after: list[Kept], now: Kept
+    saves: list[Kept], events: list[Event], now: Kept
 ) -> Iterator[tuple[str, bool]]:
     """Yield (name, whether it matters) of numbers that begin again after a resume.
 
@@ -190,7 +212,10 @@ def fallen(
     in each epoch. It matters if the file contains it, if an object counts all optimizer
     steps with it, or if it is a best result.
     """
-    passes = sum(one.steps > 0 and one.time < saves[-1].time for one in ends)
+    saves = [*{one.step: one for one in saves}.values()]
+    ends = [one for one in events if isinstance(one, EpochEnd) and one.steps]
+    passes = sum(one.time < saves[-1].time for one in ends)
+    loop = not any(isinstance(one, Epoch) for one in events)
     series, last = {}, saves[-1]
     for name in last.counts:
         values = [one.counts.get(name, ()) for one in saves]
@@ -203,13 +228,16 @@ def fallen(
         start, best = values[0], "best" in name.lower()
         gains = [b - a for a, b in pairwise(values)]
         sign = 1 if values[-1] > start else -1
-        own = [one.counts.get(name, [start])[-1] for one in after]
-        begins = [sign * x < sign * start for x in (*own, now.counts[name][0])]
+        later = [one for one in events if isinstance(one, Kept)]
+        later = [one.counts.get(name, [start])[-1] for one in later]
+        begins = [sign * x < sign * start for x in (*later, now.counts[name][0])]
         counter = type(last.counts[name][0]) is int and min(gains) > 0
         slower = any(0 < x[-1] - x[0] < values[-1] - start for x in series.values())
         grows = min(sign * x for x in gains) >= 0 and (counter or best)
         if grows and begins[-1] and not any(begins[:-1]):
-            sure = values[-1] in last.stored or best
-            sure |= gains == steps and "()" not in name and "." in name
-            if best or passes > 1 or (not passes and slower):
-                yield name, sure
+            sure = best or all(
+                x in y.stored for x, y in zip(values, saves, strict=True)
+            )
+            counts = gains == steps and "()" not in name and "." in name
+            if best or passes > 1 or (loop and slower):
+                yield name, sure or (counts and not METER.search(name))

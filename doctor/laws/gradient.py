@@ -41,6 +41,7 @@ class Fit:
 def updates(job: Job) -> list[list[Update]]:
     """Return steps after a backward pass that update the same weights on all ranks."""
     several(job)
+    need(not job.apart, job.apart)
     same_steps(job)
     found = []
     for row in job.rows(Update):

@@ -35,12 +35,19 @@ class Layers(Watcher):
 
     def on_input(self, network, inputs) -> None:
         self.outer = weakref.ref(network)
+        self.running = []
+
+    def on_output(self, network, outputs, batch) -> None:
+        self.running = []
+
+    def on_backward(self, root) -> None:
+        self.running = []
 
     def before(self, module, inputs) -> None:
         """Record when a module first runs and, for batch norm or dropout, its mode."""
         if not recorder.watching or not runs_normally():
             return
-        if recorder.step < 2:
+        if recorder.step < 2 and not Moments.here.backing:
             self.running.append(weakref.ref(module))
         known = self.ran.get(id(module))
         if known is None or known.module() is not module:

@@ -9,9 +9,11 @@ from itertools import compress, groupby, zip_longest
 from ..event import Event, Exit, Failed
 from ..job import waiting
 from ..law import NOTE, RISK, WRONG, Breach, Law, check, need, several
-from ..moments import Moments, Step, Wraps
+from ..loaders import Epoch
+from ..moments import Moments, Step
 from ..objects import variables
 from ..record import recorder, torch, wrap
+from ..results import Sends
 from ..watcher import Watcher
 from .layers import Layers
 
@@ -47,10 +49,6 @@ class Call(Event, limit=3000):
     inside: list[str] = ()  # weights of the module whose forward() calls it
 
 
-class Sends(Event, limit=1):
-    """The script sends a tensor from one rank to another."""
-
-
 class Meeting(Watcher):
     """Records the collectives that the script calls."""
 
@@ -61,10 +59,6 @@ class Meeting(Watcher):
         from torch.distributed.algorithms.join import Join
 
         wrap(Join, "__enter__", self.ending)
-        dist = torch.distributed
-        for owner in (dist, dist.distributed_c10d):
-            for name in ("send", "isend", "batch_isend_irecv"):
-                wrap(owner, name, self.send)
 
     def on_output(self, network, outputs, batch) -> None:
         self.passes += 1
@@ -96,20 +90,17 @@ class Meeting(Watcher):
                 call.value = float(one.detach().double().abs().sum())
         recorder.write(call)
 
-    def send(self, call, *args, **kwargs):
-        recorder.write(Sends())
-        return call(*args, **kwargs)
-
     def ending(self, call, context):
         recorder.write(Call(name="join", sent="", place=""))
         return call(context)
 
 
 def one_network(job) -> None:
-    """Raise NotJudged if each rank trains its own network, such as a pipeline's stage."""
+    """Raise NotJudged if each rank trains its own stage of a pipeline."""
     trained = {x.which for x in job.of(Step) if x.step == 0}
-    stages = len(trained) > 1 and (job.of(Sends) or not job.of(Wraps))
-    need(not stages, "the ranks train networks with different names of weights")
+    sends = sum(x.step == 0 for x in job.of(Sends)) == len(job.processes)
+    stages = len(trained) > 1 and sends
+    need(not stages, "the ranks exchange tensors, and train different weights")
 
 
 def same_steps(job) -> None:
@@ -155,8 +146,10 @@ def steps_differ(job):
     by_hand = any(one.by_hand for one in job.of(Step))
     need(not by_hand, "the script changes the weights without an optimizer")
     done = {one.rank: one.step for one in job.of(Exit)}
-    idle = [x for x in job.of(Exit) if not (x.step or x.passes)]
-    need(not idle, "some ranks only receive the weights: they run no backward pass")
+    idle = [x for x in job.processes if not (x.of(Epoch) or x.of(Step))]
+    idle = [one for x in idle for one in x.of(Exit) if not one.passes]
+    need(not idle, "some ranks run no backward pass, and use no DataLoader")
+    need(not job.apart, job.apart)
     need(len(done) == len(job.processes), "not every rank ran to its end")
     if len({*done.values()}) > 1:
         same_steps(job)

@@ -49,7 +49,7 @@ class Dropped(Event, limit=400):
 
 
 class Shares(Event, limit=400):
-    """A second network with the weights of a trained one ran without gradients."""
+    """A network with the weights of another one ran without gradients."""
 
     network: str
     place: str
@@ -129,16 +129,14 @@ class Modes(Watcher):
 
 
 def shares(network) -> bool:
-    """Return whether a network of the same class has the same, trained weights."""
+    """Return whether copy.copy() has made this network from another one, or it from it.
+
+    Such a copy has the same dictionaries of weights and of submodules.
+    """
     own = getattr(network, "module", network)
-    ids, known = [*map(id, own.parameters())], Moments.here.known
     others = [getattr(one, "module", one) for one in [*Moments.here.networks]]
-    return any(
-        one is not own
-        and type(one) is type(own)
-        and ids == [*map(id, one.parameters())]
-        for one in (others if known.keys() & {*ids} else ())
-    )
+    others = [x for x in others if x is not own and isinstance(x, torch.nn.Module)]
+    return any(vars(x)["_modules"] is vars(own)["_modules"] for x in others)
 
 
 def layers(job) -> list[Mode]:

@@ -10,7 +10,17 @@ from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need
 from ..loaders import Batch, Epoch, EpochEnd
 from ..moments import Step
 from ..neighbours import Input
-from ..numbers import BEST, POWERS, REPEATED, SIZES, Group, Number, gap_of, results
+from ..numbers import (
+    BEST,
+    POWERS,
+    REPEATED,
+    SIZES,
+    Group,
+    Number,
+    gap_of,
+    of_perplexities,
+    results,
+)
 from ..numbers import others as other_results
 from ..reads import feeds
 from ..results import OTHER, Measured, Printed, repeated
@@ -190,10 +200,12 @@ def judge(job, everything: list[Group], line: Printed, number: Number):
         earlier = own[: own.index(one)]
         right = one.right(line.text, line.rank)[0]
         for name, mend, top, bottom in one.wrong(earlier):
-            if name == POWERS and number.kind != "perplexity":
-                continue
             if number.equals((top, bottom)):
                 fits.setdefault(name, (line, number, mend, right))
+        for ratio in of_perplexities(one) if number.kind == "perplexity" else ():
+            if number.equals(ratio):
+                name = "the mean of the batches' perplexities"
+                fits.setdefault(name, (line, number, POWERS, right))
     for one in process.of(Measured) if number.kind == "accuracy" else ():
         same = [x for x in passes if other_order(x, one)]
         hits = sum(a == b for a, b in zip(one.values, one.weights, strict=True))

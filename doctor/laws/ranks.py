@@ -74,7 +74,8 @@ class Ranks(Watcher):
             values = measured(f"targets of {where}", target)
             if not target.is_floating_point():
                 valid = target != kwargs.get("ignore_index", -100)
-                values[f"share of valid targets of {where}"] = valid.double().mean()
+                share = valid.sum().double() / valid.numel()
+                values[f"share of valid targets of {where}"] = share
             self.keep(None, values)
             if target.dim() == 1 and len(self.targets) < 16:
                 self.targets.append((len(target), target.detach()[:64]))
@@ -184,9 +185,10 @@ def independent(job) -> float:
 
 
 def unequal_shares(job) -> bool:
-    """Return whether the ranks' inputs have different numbers of samples."""
-    rows = [len({len(one.rows) for one in row}) > 1 for row in job.rows(Input)]
-    return sum(rows) > len(rows) / 2
+    """Return whether some ranks have more than 5% more samples than others."""
+    rows = [[len(one.rows) for one in row] for row in job.rows(Input)]
+    totals = [sum(own) for own in zip(*rows, strict=True)]
+    return max(totals, default=0) > 1.05 * min(totals, default=0)
 
 
 def acts(job) -> bool:
@@ -250,8 +252,9 @@ def ranks_differ(job):
     every = {k: x for k, x in lists.items() if len(x[0]) >= FEWEST and tells(k, lists)}
     few = f"each rank needs {FEWEST} passes and {BATCHES} batches of distinct samples"
     need(every and batches >= BATCHES, few)
-    if unequal_shares(job):  # then losses and gradients may be weighted
+    if unequal_shares(job):
         every = {k: x for k, x in every.items() if not k.startswith(WEIGHTED)}
+        need(every, "the ranks have unequal numbers of samples")
     ranks = range(1 if len(job.processes) == 2 else 0, len(job.processes))
     found, tested, tests = [], 0, len(every) * len(ranks)
     for name, rows in every.items():

@@ -95,10 +95,12 @@ def parts_of_layers(job: Job) -> set[str]:
 
     They differ at the start, others do not, and their module calls a collective.
     """
-    inside = {name for one in job.of(Call) for name in one.inside}
     for row in states_of(job, "step", "weights")[:1]:
         found, count = differing(row)
-        return {*found} if inside >= {*found} and len(found) < count else set()
+        inside = [{*one.inside} for one in job.of(Call)]
+        inside = [own for own in inside if 2 * len(own & {*found}) >= len(own)]
+        if len(found) < count and {*found} <= set().union(*inside):
+            return {*found}
     return set()
 
 

@@ -66,7 +66,7 @@ class Samples(Watcher):
         names = [type(x).__name__ for x in (loader.sampler, loader.batch_sampler)]
         values = {name: getattr(loader.sampler, name, None) for name in SETTINGS}
         first = own.epoch == 0
-        kept = loader.persistent_workers and own.epoch < 3
+        kept = own.kept and own.epoch < 3
         feed = Feed(
             loader=own.loader,
             epoch=own.epoch,
@@ -296,21 +296,29 @@ def read_again(job):
     Save the number of the epoch's batches, and skip as many when you resume.
     Not a mistake if: a few samples more or less do not matter to you.
     """
-    saved, reads, begun = {}, [], None
+    saved, passes, fed, now = {}, {}, None, None  # loader -> its pass and batches
     for one in job.processes[0].launches:
         if isinstance(one, Epoch):
-            begun = one
-        elif isinstance(one, Batch):
-            reads = [*reads[: one.number], one] if one.number else [one]
-        elif isinstance(one, Kept) and one.moment == "saved" and reads:
-            saved[one.path] = begun, reads
-        elif isinstance(one, Kept) and one.moment == "loaded" and one.path in saved:
-            own, before = saved[one.path]
-            partly = 1 < len(before) < (own.length or 0)
-            again = len(reads) == 1 and begun.place == own.place
-            again &= reads[0] is not before[0]
-            if partly and again and reads[0].indices:
-                if reads[0].indices == before[0].indices:
+            passes[one.loader] = one, []
+            now = one.loader
+        elif isinstance(one, Batch) and one.loader in passes:
+            passes[one.loader][1].append(one)
+        elif isinstance(one, Step) and one.loader in passes:
+            fed = one.loader
+        elif isinstance(one, Kept) and one.moment == "saved" and fed in passes:
+            begun, read = passes[fed]
+            saved[one.mark] = begun, read[:1], len(read)
+        elif isinstance(one, Kept) and one.moment == "loaded" and one.mark in saved:
+            (before, first, count), (begun, read) = saved[one.mark], passes[now]
+            partly = 1 < count < (before.length or 0) == begun.length
+            if partly and before.place == begun.place and len(read) == 1 and one.mark:
+                if read[0] is not first[0] and same_batch(read[0], first[0]):
                     what = f"after the resume from {base(one.path)}, the epoch begins "
-                    what += f"again; {len(before)} of its {own.length} batches were "
-                    yield Breach(f"{what}read before the file was saved", own.place)
+                    what += f"again; {count} of its {before.length} batches were "
+                    yield Breach(f"{what}read before the file was saved", begun.place)
+
+
+def same_batch(one: Batch, other: Batch) -> bool:
+    """Return whether two batches have the same samples, as far as these are known."""
+    rows = one.rows is None or other.rows is None or one.rows == other.rows
+    return bool(one.indices) and one.indices == other.indices and rows

@@ -3,7 +3,7 @@
 import weakref
 from collections import Counter
 
-from ..event import Event
+from ..event import Event, Exit
 from ..law import Doubt, Law
 from ..loaders import Loaders
 from ..moments import Moments, Step
@@ -155,8 +155,9 @@ def late_network(job) -> None:
     own = job.processes[0]
     last = max((x.step for x in own.of(Step) if x.watched), default=0)
     early = [one.weights for one in own.of(Layout) if one.step <= last]
+    end = max((one.step for one in own.of(Exit)), default=0)
     for one in own.of(Layout):
-        if early and one.step > last and one.weights not in early:
+        if early and last < one.step < end and one.weights not in early:
             what = f"the network that DDP wraps after step {one.step} was not watched"
             raise Doubt(f"{what}; --steps {one.step + STEPS} watches it")
 
