@@ -8,6 +8,7 @@ from operator import add
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from conftest import ROOT
@@ -29,6 +30,7 @@ from doctor.laws.modes import Dropped, Mode, Validation
 from doctor.laws.passes import Passes, Update
 from doctor.laws.resume import Begins, Loaded, Restored, Resumed, Resumes
 from doctor.laws.schedule import Schedule, length
+from doctor.laws.settings import Fitted, fitted
 from doctor.laws.states import Layout, Replicas, State
 from doctor.laws.time import Spans
 from doctor.loaders import EpochEnd
@@ -840,3 +842,45 @@ def test_numbers_that_a_resume_does_not_restore(name, values, now, wanted):
         again = event(Kept, 6, moment="next", counts={name: [0]})
         assert law(judged([*found, again], []), 8) == "held"
     assert law(judged(found, []), 8) == wanted
+
+
+@pytest.mark.parametrize(
+    ("now", "later", "wanted"), [(9, 2, "broken"), (2, 2, "held"), (9, 7, "held")]
+)
+def test_arrays_that_a_resume_does_not_restore(now, later, wanted):
+    """An array that changes until the next pass belongs to one epoch."""
+    own = {"path": "a.pt", "mark": 7, "networks": {"Net": [{"w": (True, [1.0])}]}}
+    rows = (
+        (5, "saved", 1),
+        (6, "next", 1),
+        (10, "saved", 2),
+        (11, "next", later),
+        (20, "loaded", now),
+    )
+    rows = [
+        (n, moment, {"EMA.shadow['w']": [[float(x), 3.0]]}) for n, moment, x in rows
+    ]
+    found = [event(Kept, n, moment=x, arrays=arrays, **own) for n, x, arrays in rows]
+    found += [event(Opened, path="a.pt"), event(Restored, 19, what="optimizer")]
+    found.sort(key=lambda one: one.time)
+    assert law(judged(found, []), 8) == wanted
+
+
+def test_preprocessing_that_each_rank_fits():
+    class Scaler:
+        pass
+
+    one = Scaler()
+    one.mean_, one.names_, one.scale = numpy.array([1.0, 2.0]), numpy.array(["a"]), 3.0
+    found = fitted()
+    assert found["Scaler.mean_"] == [1, 2] and "Scaler.scale" not in found
+    for values in ([1.0, 2.0], [1.0, 2.1]):
+        ranks = [
+            [event(Fitted, values=x)]
+            for x in (found, {**found, "Scaler.mean_": values})
+        ]
+        wanted = {"fits_differ": "RISK"} if values[1] > 2 else {}
+        assert named(judged(*ranks)) == wanted
+    other = Scaler()  # which of the two would be compared?
+    other.mean_ = one.mean_
+    assert "Scaler.mean_" not in fitted()

@@ -6,13 +6,13 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import field
-from itertools import pairwise, product
+from itertools import islice, pairwise, product
 
 from ..event import Event
 from ..law import RISK, Breach, Doubt, check
 from ..loaders import Epoch, EpochEnd
 from ..moments import Moments
-from ..objects import Objects, scopes
+from ..objects import Objects, nested, scopes
 from ..record import place, quiet, recorder, torch, wrap
 from ..sample import numbers
 from ..watcher import Watcher
@@ -36,6 +36,7 @@ class Kept(Event, limit=300):
     path: str
     mark: int = 0  # a hash of the file's contents
     counts: dict[str, list[float]]  # numbers by name
+    arrays: dict[str, list[list[float]]] = field(default_factory=dict)  # in objects
     # A class -> for each network: weight -> whether it is trained, and a few elements
     networks: dict[str, list[dict[str, tuple[bool, list[float]]]]] = field(
         default_factory=dict
@@ -92,6 +93,7 @@ class Carried(Watcher):
     def write(self, moment: str, path: str, mark: int, **more) -> None:
         more |= {"path": path, "mark": mark, "place": place(), "counts": self.counts()}
         more |= {"networks": self.networks()} if moment != "next" else {}
+        more["arrays"] = self.arrays()
         recorder.write(Kept(moment=moment, **more))
 
     def counts(self) -> dict[str, list[float]]:
@@ -103,12 +105,26 @@ class Carried(Watcher):
                 if type(one) in (int, float):
                     found.setdefault(prefix + name, []).append(one)
             del values
+        for name, value in self.fields():
+            if type(value) in (int, float):
+                found.setdefault(name, []).append(value)
+        return found
+
+    def fields(self) -> Iterator[tuple]:
+        """Yield the name and value of each field of the script's objects."""
         sizes = Counter(kind for kind, _ in self.objects.found)
-        own = [(kind, x()) for kind, x in self.objects.found if sizes[kind] <= MOST]
-        for kind, one in own:
-            for name, value in [*getattr(one, "__dict__", {}).items()]:
-                if type(value) in (int, float):
-                    found.setdefault(f"{kind}.{name}", []).append(value)
+        for kind, reference in self.objects.found:
+            if sizes[kind] <= MOST:
+                own = [*getattr(reference(), "__dict__", {}).items()]
+                yield from ((f"{kind}.{name}", value) for name, value in own)
+
+    def arrays(self) -> dict[str, list[list[float]]]:
+        """Return {name: a few numbers of each} for arrays in the script's objects."""
+        found = {}
+        for field_name, value in self.fields():
+            for key, one in islice(nested(value, "", 1), TENSORS):
+                few = numbers([one])[0]
+                found.setdefault(field_name + key, []).append(few)
         return found
 
     def networks(self) -> dict[str, list[dict]]:
@@ -151,6 +167,8 @@ def not_carried_on(job):
                     when = f"after the resume from {base(one.path)}"
                     for text, mend in lost(saves[-1], one):
                         yield Breach(f"{when}, {text}", one.place, mend=mend)
+                    for what in reset(saves, events, one):
+                        yield Breach(f"{when}, {what}", one.place)
                     for name, sure in fallen(saves, events, one):
                         now, then = one.counts[name][0], saves[-1].counts[name][0]
                         what = f"{when}, {name} is {now:g}; it was {then:g} when the "
@@ -196,6 +214,23 @@ def lost(saved: Kept, now: Kept) -> Iterator[tuple[str, str]]:
                 text = f"{len(fewest)} of {len(trained)} trained weights of {kind} are "
                 yield f"{text}not those of the save: {listed(fewest)}", WEIGHTS
                 break
+
+
+def reset(saves: list[Kept], events: list[Event], now: Kept) -> Iterator[str]:
+    """Yield a text if arrays of objects, which last longer than an epoch, are lost."""
+    found, last = [], saves[-1].arrays
+    after = [one.arrays for one in events if isinstance(one, Kept)]
+    for name in last.keys() & now.arrays.keys():
+        values = [x.arrays.get(name, [()])[0] for x in saves] + now.arrays[name]
+        later = [x[name][0] for x in after if name in x]
+        single = {len(last[name]), len(now.arrays[name]), *map(len, values)}
+        if len(single) == 2 and 1 in single and len(saves) > 1:
+            stays = all(any(near(x, y) for y in values[:-1]) for x in later)
+            changes = not near(values[0], values[-2])
+            if stays and later and changes and not near(values[-2], values[-1]):
+                found.append(name)
+    if found:
+        yield f"{listed(sorted(found))} are not those of the save"
 
 
 def near(one: list[float], other: list[float]) -> bool:

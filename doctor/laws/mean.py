@@ -141,7 +141,7 @@ def mean_gradient(job):
     wrong = sum(bool(totals(x)) and x not in right for x in found)
     need(not wrong, f"in {wrong} of {total} steps, samples have other weights")
     uneven = [any(unequal(weights(x, n)) for n in range(20)) for x in right]
-    need(sum(uneven) <= len(right) / 2, "the losses' targets have different weights")
+    need(sum(uneven) <= len(right) / 5, "the losses' targets have different weights")
     text = f"in {len(right)} of {total} steps, the gradient is {ratio:#.4g} x the mean "
     text += f"of {size} ranks' own gradients"
     yield text + f", and their losses are divided by {ratio:g}" * (not near(ratio, 1))
@@ -214,7 +214,8 @@ def unequal_means(job):
             seen.append((one, bool(own), False, min(own, default=0)))
     need(seen, "no losses with known numbers of targets were seen")
     found = [(one, *rest) for one, differ, *rest in seen if differ]
-    if len(found) > len(seen) / 2:
+    rare = any(heavy for _, heavy, _ in found)  # a heavy class may be in few batches
+    if len(found) > len(seen) * (0.2 if rare else 0.5):
         one, heavy, number = found[0]
         first = [known(entry)[number] for entry in one.passes[:4]]
         what, mean = "each loss is a mean over its own number of targets", True

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from itertools import combinations, pairwise
+from math import inf
 from statistics import median
 
 from ..draws import Order
@@ -10,7 +11,7 @@ from ..law import RISK, WRONG, Breach, Doubt, check, need, several
 from ..loaders import Epoch, EpochEnd
 from ..moments import Step
 from ..neighbours import before_a_repeat, contents, tells
-from ..reads import Feed, feeds, loaded
+from ..reads import Feed, feeds, interleaved, loaded
 from .randomness import LAW as RANDOM
 from .randomness import Draw
 from .resume import Restored
@@ -135,6 +136,19 @@ def skipped_again(job):
             skips[many, each] += 1
         elif not many:
             usual.add(each)
+    resumed = min((one.time for one in process.of(Restored)), default=inf)
+    fed = all(one.loader() for one in job.processes)
+    first = process.batches(process.epochs[0]) if fed else ()
+    full = sum(len(one.indices or ()) for one in first)
+    for number in interleaved(job)[1] if fed else ():
+        own, first = process.loader(number), process.loader()
+        passes = [x for x in process.of(EpochEnd) if x.loader == number and x.whole]
+        counts = [process.batches(x.epoch, number) for x in passes]
+        counts = [sum(len(x.indices or ()) for x in one) for one in counts]
+        same = (own.type, own.samples) == (first.type, first.samples)
+        if same and own.time > resumed and len(counts) > 1 and max(counts) < full / 1.1:
+            what = f"{len(counts)} passes after the resume read {max(counts):,} samples"
+            yield Breach(f"{what} on rank 0, an earlier one {full:,}", own.place)
     for (many, each), count in skips.items():
         if count > max(1, cut[many]) and (each in usual or job.of(Restored)):
             what = f"no step uses the first {many} batches of {count} epochs"

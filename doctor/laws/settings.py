@@ -1,13 +1,65 @@
 """Law 2: ranks are exchangeable. Compares the ranks' settings."""
 
+import gc
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
 
+from ..event import Event
 from ..law import RISK, Breach, check, need
+from ..moments import Step
+from ..objects import BLOCKS, is_users
 from ..reads import Feed
+from ..record import recorder
+from ..sample import digest
+from ..watcher import Watcher
 from .ranks import LAW, Facts
+from .replicas import alike
 from .samples import datasets_differ, undivided
+
+
+class Fitted(Event, limit=1):
+    """What objects have learned from data, such as StandardScaler.mean_."""
+
+    values: dict[str, list[float]]  # a few numbers, by class and attribute
+
+
+class Settings(Watcher):
+    """Records what scikit-learn's objects and the script's own ones have learned."""
+
+    def on_step(self, optimizer, weights, gradients) -> None:
+        if not recorder.full(Fitted) and sys.getallocatedblocks() < BLOCKS:
+            recorder.write(Fitted(values=fitted()))
+
+
+def fitted() -> dict[str, list[float]]:
+    """Return Fitted.values; by scikit-learn's convention, such names end with _."""
+    every, found, again = gc.get_objects(), {}, set()
+    kinds = {one for one in {*map(type, every)} if is_users(one)}
+    for one in every:
+        kind = type(one)
+        if kind in kinds or str(kind.__module__).startswith("sklearn."):
+            for name, value in [*getattr(one, "__dict__", {}).items()]:
+                label = f"{kind.__name__}.{name}"
+                if name.endswith("_") and name[0] != "_" and (few := few_of(value)):
+                    again |= {label} & found.keys()
+                    found[label] = few
+    return {name: few for name, few in found.items() if name not in again}
+
+
+def few_of(value) -> list[float]:
+    """Return a few numbers of an array, a table, a dictionary of these, or a number."""
+    if isinstance(value, (int, float)):
+        return [float(value)]
+    if isinstance(value, dict):
+        return [x for one in [*value.values()][:8] for x in few_of(one)]
+    value = value.to_numpy() if hasattr(value, "to_numpy") else value
+    if type(value).__name__ != "ndarray":
+        return []
+    few = value.ravel()[:8].tolist()
+    numbers = all(isinstance(x, (int, float)) for x in few)
+    return [float(x) for x in few] if numbers else [float(digest(map(str, few)))]
 
 
 @check(LAW, RISK, general=True, causes=[datasets_differ])
@@ -78,3 +130,21 @@ def facts(job) -> Iterator[tuple[str, list, int, str]]:
                     yield name, [rows[0][0]] * len(rows), step, where
                 else:
                     yield name, [one and one[0] for one in rows], step, where
+
+
+@check(LAW, RISK, needs=[Fitted], causes=[datasets_differ], read="lesson 4")
+def fits_differ(job):
+    """The ranks have fitted their preprocessing to different data.
+
+    Fit on all training samples, or fit on rank 0 and broadcast what it has learned.
+    Not a mistake if: each rank is meant to have a preprocessing of its own.
+    """
+    rows = [one.values for process in job.processes for one in process.of(Fitted)]
+    shared = set.intersection(*map(set, rows))
+    found = [x for x in sorted(shared) if not alike([row[x] for row in rows], 1e-6)]
+    for name in found[:1]:
+        told = ", ".join(
+            f"{row[name][0]:.6g} on rank {n}" for n, row in enumerate(rows)
+        )
+        what = f"{len(found)} learned attributes differ, such as {name}: {told}"
+        yield Breach(what, job.of(Step)[0].place)

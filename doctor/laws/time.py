@@ -261,11 +261,14 @@ def slowest(steps: list[list[Spans]], wall: float) -> Breach | None:
     for part in (*PARTS, "other code"):
         each = [median(y[part] for _, y in own) for own in rows]
         more[part] = (each[slow] - min(each)) * (part != "communication")
-    part = max(more, key=more.__getitem__)
-    if more[part] < 0.5 * gain:
+    *_, second, part = sorted(more, key=more.__getitem__)
+    extra = more[part]
+    if extra < 0.5 * gain:  # such as a forward pass and its backward pass
+        part, extra = f"{second} and {part}", extra + more[second]
+    if extra < 0.5 * gain:
         return None
     what = f"rank {slow} needs {1000 * most:.0f} ms per step, the others at most "
-    what += f"{1000 * others:.0f} ms: its {part} takes {1000 * more[part]:.0f} ms more"
+    what += f"{1000 * others:.0f} ms; {1000 * extra:.0f} ms more for its {part}"
     return Breach(what, mend=f"Find out what extra work this rank does in its {part}.")
 
 
