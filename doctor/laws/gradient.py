@@ -8,7 +8,7 @@ from statistics import median, median_high
 from ..job import Job
 from ..law import NOTE, RISK, WRONG, Breach, check, need, several
 from .losses import by_share
-from .meeting import collectives_differ, same_steps
+from .meeting import collectives_differ, one_network, same_steps
 from .passes import LAW, Update, not_awaited
 from .replicas import (
     alike,
@@ -43,6 +43,7 @@ def updates(job: Job) -> list[list[Update]]:
     several(job)
     need(not job.apart, job.apart)
     same_steps(job)
+    one_network(job)
     found = []
     for row in job.rows(Update):
         same = len({(one.optimizer, *one.names) for one in row}) == 1

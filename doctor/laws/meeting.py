@@ -10,7 +10,7 @@ from ..event import Event, Exit, Failed
 from ..job import waiting
 from ..law import NOTE, RISK, WRONG, Breach, Law, check, need, several
 from ..loaders import Epoch
-from ..moments import Moments, Step
+from ..moments import Moments, Step, Wraps
 from ..objects import variables
 from ..record import recorder, torch, wrap
 from ..results import Sends
@@ -96,8 +96,15 @@ class Meeting(Watcher):
 
 
 def one_network(job) -> None:
-    """Raise NotJudged if each rank trains its own stage of a pipeline."""
-    trained = {x.which for x in job.of(Step) if x.step == 0}
+    """Raise NotJudged if each rank trains its own network, or stage of a pipeline.
+
+    If ranks never meet in the watched steps, different learning rates are no accident.
+    """
+    first = [x for x in job.of(Step) if x.step == 0]
+    trained, rates = {x.which for x in first}, {(*x.rates,) for x in first}
+    meets = any(0 < one.step < job.watched for one in job.of(Call))
+    alone = (len(trained) > 1 or len(rates) > 1) and not (meets or job.of(Wraps))
+    need(not alone, "each rank trains its own network, and they do not meet")
     sends = sum(x.step == 0 for x in job.of(Sends)) == len(job.processes)
     stages = len(trained) > 1 and sends
     need(not stages, "the ranks exchange tensors, and train different weights")

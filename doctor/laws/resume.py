@@ -1,8 +1,10 @@
 """Law 8: files are complete, and have one writer. Checks what a resume restores."""
 
+import sys
 import weakref
 from dataclasses import field
 from functools import partial
+from traceback import walk_stack
 
 from ..event import Event
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, check, need, several
@@ -112,7 +114,10 @@ class Resumes(Watcher):
         for path, rest in self.files.items():
             self.restored |= {path} if what == "weights" and rest & got else set()
             rest -= got
-        event = Restored(what=what, lost=False, own=any(same), place=place())
+        files = [x.f_code.co_filename for x, _ in walk_stack(sys._getframe())]
+        loads = any("torch/distributed/checkpoint" in one for one in files)
+        own = any(same) and not loads
+        event = Restored(what=what, lost=False, own=own, place=place())
         if what == "optimizer":
             names = Moments.here.names | self.names  # the former may be outdated
             event.weights = [names.get(id(x), "") for x in weights(owner)]

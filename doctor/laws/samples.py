@@ -20,6 +20,7 @@ from .carried import Kept
 from .files import base
 from .meeting import one_network
 from .modes import Validation
+from .replicas import parts_of_layers
 
 LAW = Law(1, "samples", "Every sample is read once per epoch")
 SETTINGS = "seed", "epoch", "rank", "num_replicas"  # of samplers
@@ -178,6 +179,8 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
         noise = loop and one.together()[0] > one.together(0.8)[0] + 0.5
         need(not noise, "some inputs, such as noise, are equal on several ranks")
         if what:
+            shared = parts_of_layers(job)
+            need(not shared, "the ranks share the work of some layers, so also samples")
             stays, together = loop and one.stays(), one.together()[0] >= 0.9
             need(not stays, "the inputs are the same in each step, as with a graph")
             equal = loop and same_generators(job)[2]

@@ -12,6 +12,7 @@ from ..moments import Step
 from ..record import place, recorder, torch, wrap
 from ..watcher import Watcher
 from .alive import LAW as LEARNS
+from .meeting import one_network
 from .ranks import Measured
 from .replicas import LAW, alike, weights_drift
 from .states import State
@@ -94,6 +95,7 @@ def learning_rates_differ(job):
             mend = "Pass the metric's mean over all ranks, such as an all-reduced loss."
             yield Breach(what, row[0].place, mend=mend)
             return
+    one_network(job)
     steps = [row for row in job.rows(Step) if len({x.which for x in row}) == 1]
     for row in need(steps, "no step was seen on all ranks"):
         if any(one.rates != row[0].rates for one in row):

@@ -70,6 +70,8 @@ def settings_differ(job):
     Not a mistake if: the ranks are meant to differ, for example in their batch sizes.
     """
     undivided(job)
+    trains = all(process.of(Facts) for process in job.processes)
+    need(trains, "some ranks make no training pass")
     count, differ = Counter(), {}
     for name, row, step, place in facts(job):
         count[name] += 1
