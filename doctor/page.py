@@ -27,7 +27,7 @@ def page(job: Job, report: Report, verbose: bool = False) -> str:
         text = f"{NOTHING}: no optimizer step was seen on all ranks."
         if not job.of(Failed):  # the error's finding is clearer
             passes = max((one.passes for one in job.of(Exit)), default=0)
-            text += f" A rank ran {passes} backward passes." * (passes > 0)
+            text += f" A rank computed gradients {passes} times." * (passes > 0)
             text += " doctor watches step() of PyTorch's Optimizers in the job's own "
             text += "processes. In float16, a GradScaler skips the first steps."
         lines += coloured(fill(text, width), NOTHING)

@@ -23,7 +23,7 @@ from .event import Compiles, Event, Exit, Failed, Rank, Start, Waits
 
 STEPS = int(os.environ.get("DOCTOR_STEPS", "40"))  # optimizer steps to record
 TIMED = 20  # later steps that are only timed
-PASSES = 2000  # doctor watches at most this many backward passes
+PASSES = 2000  # doctor watches at most this many backward passes (or autograd.grad())
 SHORT = int(os.environ.get("DOCTOR_SHORT", "0"))  # batches per epoch; 0: all
 GIVEN = "RANK", "WORLD_SIZE", "DOCTOR_CPU"  # environment variables to record
 OWN = os.path.dirname(os.path.abspath(__file__))
@@ -38,7 +38,7 @@ class Recorder:
         self.file, self.written = None, Counter()
         self.rank: int | None = None
         self.step = 0  # number of completed optimizer steps
-        self.passes = 0  # number of backward passes until the timed steps end
+        self.passes = 0  # see Exit.passes
         self.ticks = 0  # changes whenever something happens: see monitor()
         self.waiting = ""  # the collective that the main thread is calling
 

@@ -357,7 +357,7 @@ def test_an_optimizer_that_never_steps():
         assert ("not_in_an_optimizer" in found) == (steps == 1 and not moves)
     job = made([], [], steps=0)
     job.of(Exit)[0].passes = 54
-    assert "ran 54 backward passes" in " ".join(page(job, examine(job)).split())
+    assert "computed gradients 54 times" in " ".join(page(job, examine(job)).split())
 
 
 def test_weights_that_are_nan_at_the_end():

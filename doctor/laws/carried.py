@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import field
-from itertools import islice, pairwise, product
+from itertools import pairwise, product
 
 from ..event import Event
 from ..law import RISK, Breach, Doubt, check
@@ -21,7 +21,7 @@ from .files import LAW, base
 from .replicas import listed
 from .resume import Restored, not_restored
 
-MOST, TENSORS = 8, 300  # limits: objects of a class, and weights of a network, to read
+MOST, TENSORS = 8, 300  # limits: objects of a class; arrays, or weights of a network
 METER = re.compile("meter|timer|speed|throughput|log|monitor|profil|progress", re.I)
 WEIGHTS = "Save all trained weights, and load them with strict=True."
 
@@ -120,11 +120,11 @@ class Carried(Watcher):
 
     def arrays(self) -> dict[str, list[list[float]]]:
         """Return {name: a few numbers of each} for arrays in the script's objects."""
-        found = {}
-        for field_name, value in self.fields():
-            for key, one in islice(nested(value, "", 1), TENSORS):
-                few = numbers([one])[0]
-                found.setdefault(field_name + key, []).append(few)
+        found, own = {}, [(name, nested(x, "", 1)) for name, x in self.fields()]
+        own = [(name + key, x) for name, pairs in own for key, x in pairs]
+        rows = numbers([one for _, one in own[:TENSORS]])
+        for (name, _), few in zip(own, rows, strict=False):
+            found.setdefault(name, []).append(few)
         return found
 
     def networks(self) -> dict[str, list[dict]]:
@@ -162,7 +162,7 @@ def not_carried_on(job):
             restored |= isinstance(one, Restored) and one.what == "optimizer"
             if isinstance(one, Kept) and one.moment == "loaded":
                 same = [n for n, x in enumerate(saves) if x.mark == one.mark != 0]
-                if same and restored and goes_on(saves[same[-1]], one):
+                if same and restored and continues(saves[same[-1]], one):
                     saves = saves[: same[-1] + 1]
                     when = f"after the resume from {base(one.path)}"
                     for text, mend in lost(saves[-1], one):
@@ -186,8 +186,8 @@ def not_carried_on(job):
         raise Doubt(listed(unsure))
 
 
-def goes_on(saved: Kept, now: Kept) -> bool:
-    """Return whether many trained weights are those of a file, so training goes on."""
+def continues(saved: Kept, now: Kept) -> bool:
+    """Return whether training continues: many trained weights are those of a file."""
     for kind, networks in saved.networks.items():
         for own, other in product(networks, now.networks.get(kind, ())):
             trained = [x for x in own if own[x][0] and x in other]

@@ -129,14 +129,13 @@ class Modes(Watcher):
 
 
 def shares(network) -> bool:
-    """Return whether copy.copy() has made this network from another one, or it from it.
-
-    Such a copy has the same dictionaries of weights and of submodules.
-    """
-    own = getattr(network, "module", network)
+    """Return whether copy.copy() has copied this trained network, or made it."""
+    own, known = getattr(network, "module", network), Moments.here.known
     others = [getattr(one, "module", one) for one in [*Moments.here.networks]]
     others = [x for x in others if x is not own and isinstance(x, torch.nn.Module)]
-    return any(vars(x)["_modules"] is vars(own)["_modules"] for x in others)
+    # Such a copy has the same dictionary of submodules
+    same = any(vars(x)["_modules"] is vars(own)["_modules"] for x in others)
+    return same and any(id(one) in known for one in own.parameters())
 
 
 def layers(job) -> list[Mode]:
