@@ -58,7 +58,6 @@ UNSEEN = {
     "Lightning's sampler repeats a validation sample",
     "the counts are averaged",
     "each process skips its own bad batches",
-    "the ranks' accuracies without a loader are averaged",
     "summed weights",
 }
 LAUNCHER = "torchrun --standalone --nproc-per-node 2 FILE"
