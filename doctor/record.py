@@ -93,12 +93,22 @@ waits = set(
 )
 
 
+def untouchable() -> bool:
+    """Return whether PyTorch is compiling this code, or recording a CUDA graph.
+
+    A read of a GPU's memory would end such a recording with an error.
+    """
+    if torch.compiler.is_compiling():  # such as a hook of a compiled layer
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def quiet(method: Callable) -> Callable:
     """Return a hook whose errors cannot end the job."""
 
     @functools.wraps(method)
     def hook(*args, **kwargs):
-        if torch.compiler.is_compiling():  # such as a hook of a compiled layer
+        if untouchable():
             return None
         with contextlib.suppress(Exception):
             return method(*args, **kwargs)
@@ -118,7 +128,7 @@ def wrap(owner, name: str, method: Callable) -> None:
 
     @functools.wraps(call)
     def wrapped(*args, **kwargs):
-        if torch.compiler.is_compiling():
+        if untouchable():
             return call(*args, **kwargs)
         begun, results = [], []
 
@@ -164,13 +174,11 @@ def compiles(call, *args, **kwargs):
 
 def traced() -> bool:
     """Return whether PyTorch is compiling, tracing or transforming the current code."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if untouchable() or torch.jit.is_tracing():
         return True
     if torch._C._functorch.peek_interpreter_stack() is not None:  # vmap(), grad()
         return True
-    if torch._C._len_torch_dispatch_stack():  # fake tensors
-        return True
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return bool(torch._C._len_torch_dispatch_stack())  # fake tensors
 
 
 def not_the_users() -> tuple[str, ...]:

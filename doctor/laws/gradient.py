@@ -235,6 +235,9 @@ def clip_order(job):
             text = "each rank clips its own gradients before they are averaged"
         elif last["norm"] and any(last["before"]) and changed(last["before"], one.used):
             text, level = "gradients change after they are clipped", RISK
+        elif len(one.passes) == len(one.clips) > 1 and first["before"]:
+            text = f"gradients are clipped after each of {len(one.clips)} passes"
+            level = RISK
         else:
             continue
         yield Breach(f"in step {one.step + 1}, {text}", last["place"], level=level)

@@ -13,6 +13,7 @@ from ..record import place, recorder, torch, wrap
 from ..watcher import Watcher
 from .alive import LAW as LEARNS
 from .meeting import one_network
+from .passes import Update
 from .ranks import Measured
 from .replicas import LAW, alike, weights_drift
 from .states import State
@@ -96,7 +97,12 @@ def learning_rates_differ(job):
             yield Breach(what, row[0].place, mend=mend)
             return
     one_network(job)
+    apart = set()  # steps of ranks whose GradScalers have skipped different steps
+    for row in job.rows(Update):
+        if len({one["scale"] for x in row for one in x.passes[-1:]}) > 1:
+            apart.add(row[0].step)
     steps = [row for row in job.rows(Step) if len({x.which for x in row}) == 1]
+    steps = [row for row in steps if row[0].step not in apart]
     for row in need(steps, "no step was seen on all ranks"):
         if any(one.rates != row[0].rates for one in row):
             rates = ", ".join(f"{one.rates[0]:.4g}" for one in row)

@@ -1,7 +1,7 @@
 """Law 10: a step spends its time on useful work."""
 
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from statistics import fmean, median
 
 from ..event import Event
@@ -199,7 +199,7 @@ def bottleneck(job):
     if slow := slowest(steps, wall) or in_turn(steps):
         yield slow
         return
-    shares, costs, found = {}, Counter(), []
+    shares, costs, found = {}, defaultdict(list), []
     for rank, rows in enumerate(steps):
         for part in ("data", "validation", "saving", "other code"):
             share = median(parts(one)[part] / one.wall for one in rows)
@@ -213,7 +213,9 @@ def bottleneck(job):
     columns = [*zip(*steps, strict=False)]
     for column in columns:
         for call in column[0].calls:  # the last rank to arrive does not wait
-            costs[call] += min(one.calls.get(call, 0) for one in column)
+            costs[call].append(min(one.calls.get(call, 0) for one in column))
+    # Without the longest call: the first one also connects the processes
+    costs = Counter({call: sum(own) - max(own) for call, own in costs.items()})
     for call, seconds in costs.most_common(1):
         name, _, where = call.partition(" in ")
         share = seconds / sum(column[0].wall for column in columns)
