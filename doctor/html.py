@@ -1,6 +1,5 @@
 """Format the report as an HTML page with a timeline of the last steps (--html)."""
 
-import linecache
 from html import escape
 
 from .job import Job
@@ -33,8 +32,6 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 .law { display: grid; grid-template-columns: 2rem 1fr; padding: .4rem 0;
   border-top: 1px solid var(--line); }
 .held b { color: var(--good); } .broken b { color: var(--bad); }
-pre { overflow-x: auto; background: Canvas; padding: .5rem; margin: .5rem 0; }
-mark { background: none; color: var(--bad); font-weight: bold; }
 .row { display: grid; grid-template-columns: 3.5rem 1fr; align-items: center; }
 .bar { position: relative; height: 1.6rem; background: var(--soft); margin: 2px 0; }
 .bar i, .bar u { position: absolute; height: 100%; } .bar u { border-left: 1px dashed; }
@@ -63,22 +60,12 @@ def html(job: Job, report: Report) -> str:
 
 
 def finding(one: Finding) -> str:
-    """Return a finding as HTML, with the lines of code around its place."""
+    """Return a finding as HTML."""
     right = one.right_if and f"<p>It is not a mistake if: {escape(one.right_if)}</p>"
-    what = f"<b>{one.level} {one.check}</b>: {escape(one.what)}.{code(one.place)}"
+    where = f" [{escape(one.place)}]" * bool(one.place)
+    what = f"<b>{one.level} {one.check}</b>: {escape(one.what)}{where}"
     mend = f"<p>To fix it: {escape(one.mend)}</p>"
     return f'<div class="finding {one.level}">{what}{mend}{right}</div>'
-
-
-def code(place: str) -> str:
-    """Return the code around file:line as HTML, or only the place if unreadable."""
-    file, _, number = place.rpartition(":")
-    middle, text = int(number) if number.isdigit() else 0, ""
-    for n in range(middle - 3, middle + 4):
-        if line := linecache.getline(file, n):
-            row = f"{n:5} {escape(line)}"
-            text += f"<mark>{row}</mark>" if n == middle else row
-    return f"<p>{escape(place)}</p>" * bool(place) + f"<pre>{text}</pre>" * bool(text)
 
 
 def law(verdict: Verdict) -> str:

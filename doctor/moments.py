@@ -253,7 +253,7 @@ class Moments(Watcher):
         tell("on_wrap", model, place())
 
     def before_forward(self, module, inputs) -> None:
-        if threading.get_ident() != self.thread or (traced() and not self.depth):
+        if threading.get_ident() != self.thread or (not self.depth and traced()):
             return
         self.depth += 1
         if self.depth > 1:

@@ -896,6 +896,11 @@ def test_short_steps_are_not_slow():
         spans = [("data", 0.0, 0.6 * wall)]
         rows = [event(Spans, wall=wall, spans=spans) for _ in range(9)]
         assert [x.check for x in report(rows, rows).findings] == wanted
+    for often, wanted in ((1, []), (9, ["bottleneck"])):  # the first call connects
+        work = {"wall": 1.0, "spans": [("forward", 0.0, 1.0)]}
+        rows = [event(Spans, calls={"gather()": 0.9}, **work)] * often
+        rows = [event(Spans, **work)] * 9 + rows
+        assert [x.check for x in report(rows, rows).findings] == wanted
 
 
 ALONE = """

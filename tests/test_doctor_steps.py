@@ -38,7 +38,7 @@ from doctor.moments import Moments, Step, Wraps
 from doctor.neighbours import Input
 from doctor.objects import Objects, is_users
 from doctor.page import explanation, page
-from doctor.record import recorder
+from doctor.record import quiet, recorder, wrap
 from doctor.results import Sends
 
 SAMPLES = [[1.0, -2, 3, 0.5, 7, 2, -1, 4], [2.0, 1, -1, 4, 0.3, -6, 5, 2]]  # gradients
@@ -182,6 +182,7 @@ LOW = several(*[[x / 2 for x in JOINT]] * 2)
 SINGLE = steps(MEAN, own=OWN)
 for n, own in enumerate(SINGLE):  # a batch has as many samples
     own.append(event(Input, rows=[n, n + 10, n + 20]))
+CLIP = {"before": [1.0], "scaled": False, "norm": False, "place": "a.py:9"}
 # name -> the check that finds the mistake, or the law's state; and the steps
 GRADIENTS = {
     "a mean": ("held", steps(MEAN)),
@@ -213,6 +214,7 @@ GRADIENTS = {
     "gradients that each rank clips": ("mean_gradient", CLIPPED),
     "a loss scale": ("not judged", steps(2**-16 * MEAN, terms=[(1.0, "")])),
     "weights for other sizes": ("held", steps(THIRDS, own=divided(8, 4))),
+    "clips in each pass": ("clip_order", steps(BOTH, PAIR, clips=2 * [CLIP])),
     "a gather": ("gathered_without_gradient", steps(MEAN, [GATHERED])),
     "tensors of other ranks": ("not judged", steps(MEAN, [{"received": "a.py:8"}])),
 }
@@ -804,6 +806,24 @@ def test_what_ranks_may_have_of_their_own():
         assert {*named(found)} == wanted and law(found, 4) == (
             "broken" if wanted else "not judged"
         )
+
+
+def test_steps_that_one_ranks_scaler_skips():
+    """The ranks' learning rates then differ until the other scaler skips a step."""
+    for scales, wanted in ((8.0, 4.0), set()), ((8.0, 8.0), {"learning_rates_differ"}):
+        rows = [[event(Call, 1), event(Step, 9, rates=[x])] for x in (0.1, 0.2)]
+        for row, scale in zip(rows, scales, strict=True):
+            row.append(event(Update, 9, passes=[one_pass(scale=scale)]))
+        assert {*named(judged(*rows))} == wanted
+
+
+def test_nothing_is_read_while_a_cuda_graph_is_recorded(monkeypatch):
+    for name in ("is_initialized", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    seen, owner = [], SimpleNamespace(call=abs)
+    wrap(owner, "call", lambda call, x: seen.append(x))
+    quiet(seen.append)(1)
+    assert owner.call(-1) == 1 and not seen
 
 
 def test_a_network_that_ddp_wraps_after_the_watched_steps():

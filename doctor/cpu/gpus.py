@@ -1,6 +1,7 @@
 """Hold the state of the emulated GPUs, replace functions, and explain errors."""
 
 import contextlib
+import functools
 import os
 import re
 import sys
@@ -20,7 +21,6 @@ GPU_ONLY = """cuda nccl cudnn nvml nvidia triton flash_att cupy bitsandbytes amp
 count = 0  # number of GPUs; play() sets it
 local = threading.local()  # each thread has a current GPU
 replaced: dict[int, tuple] = {}  # id -> a PyTorch function and its replacement
-said: set[str] = set()
 
 
 def explain(previous, kind: type, error: BaseException, trace) -> None:
@@ -38,11 +38,11 @@ def explain(previous, kind: type, error: BaseException, trace) -> None:
         print(f"{text}: {why}", file=sys.stderr)
 
 
+@functools.cache
 def say(text: str) -> None:
     """Print a line once, on rank 0 only."""
-    if text not in said and os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") == "0":
         print(f"doctor --cpu: {text}", file=sys.stderr)
-    said.add(text)
 
 
 def visible() -> int:

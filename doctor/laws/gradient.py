@@ -236,8 +236,7 @@ def clip_order(job):
         elif last["norm"] and any(last["before"]) and changed(last["before"], one.used):
             text, level = "gradients change after they are clipped", RISK
         elif len(one.passes) == len(one.clips) > 1 and first["before"]:
-            text = f"gradients are clipped after each of {len(one.clips)} passes"
-            level = RISK
+            text, level = f"each of {len(one.clips)} passes clips the gradients", RISK
         else:
             continue
         yield Breach(f"in step {one.step + 1}, {text}", last["place"], level=level)

@@ -215,8 +215,8 @@ def bottleneck(job):
         for call in column[0].calls:  # the last rank to arrive does not wait
             costs[call].append(min(one.calls.get(call, 0) for one in column))
     # Without the longest call: the first one also connects the processes
-    costs = Counter({call: sum(own) - max(own) for call, own in costs.items()})
-    for call, seconds in costs.most_common(1):
+    costs = {call: sum(own) - max(own) for call, own in costs.items()}
+    for call, seconds in Counter(costs).most_common(1):
         name, _, where = call.partition(" in ")
         share = seconds / sum(column[0].wall for column in columns)
         if share > SHARE:
