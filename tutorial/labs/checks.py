@@ -118,6 +118,15 @@ def check_facts(run: Run, **facts: object) -> None:
                 raise Wrong(f"{name.replace('_', ' ')}: {found}, but allowed: {right}")
 
 
+def check_waits(run: Run, most: int) -> None:
+    """Check in how many steps the script's own code would wait for a GPU."""
+    for waits in [one.waits for rank in run.ranks for one in rank.last]:
+        if len(waits) > most:
+            text = f"the script would wait for the GPU in {len(waits)} steps"
+            example = f"such as in {waits[max(waits)]}() in step {max(waits)}"
+            raise Wrong(f"{text} instead of at most {most}, {example}")
+
+
 def check_steps(
     run: Run,
     *,

@@ -78,7 +78,7 @@ class Last(Event):
     """The script has ended."""
 
     weights: Tensor | None = None
-    waits_for_a_gpu: int = 0  # number of steps after which the script reads a tensor
+    waits: dict[int, str]  # step -> function in which the script would wait for a GPU
     collectives: int = 0  # by the script itself
     lost_checkpoints: int = 0  # also those lost for a moment
     wrote: set[Path]  # files that torch.save() has written
@@ -95,8 +95,8 @@ class Watch(Watcher):
     """Writes the events that this file defines; `now` and `last` are the next ones."""
 
     def __init__(self):
-        self.now, self.last = Step(passes=[], dtypes=set()), Last(wrote=set())
-        self.done, self.depth, self.sent, self.waits = None, 0, 0, set()
+        self.now, self.last = Step(passes=[], dtypes=set()), Last(waits={}, wrote=set())
+        self.done, self.depth, self.sent = None, 0, 0
 
     def hooks(self) -> None:
         nn.modules.module.register_module_forward_hook(self.forward)
@@ -187,26 +187,50 @@ class Watch(Watcher):
         """Record the final weights (of sharded weights, those after the last step)."""
         if done := self.done:
             self.last.weights = done.after if done.sharded else flat(self.optimizer)
-            self.last.waits_for_a_gpu = len(self.waits)
             recorder.write(self.last)
 
 
 class Reads(TorchFunctionMode):
-    """Finds the steps in which the script's own code would wait for a GPU."""
+    """Finds the steps in which the script's own code would wait for a GPU.
+
+    Tensors count as tensors on the GPU, except those of device="cpu" and of NumPy.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.on_cpu = []
+
+    def is_on_cpu(self, tensor: Tensor) -> bool:
+        """Return whether the script put this tensor's memory on the CPU."""
+        memory = tensor.untyped_storage()
+        same = any(one.untyped_storage()._cdata == memory._cdata for one in self.on_cpu)
+        return same or not memory.resizable()  # NumPy uses it, too
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         name, given = function.__name__, [*args, *(kwargs or {}).values()]
-        waits = name in READS.split() or name == "to" and "cpu" in map(str, given[1:])
+        devices = [str(x) for x in given if isinstance(x, (str, torch.device))]
+        cpu = name == "cpu" or "cpu" in devices or "force" in (kwargs or {})
+        waits = name in READS.split() or name == "to" and cpu
         if name == "__getitem__":  # a mask waits; other indices do not
             waits = getattr(given[1], "dtype", None) == torch.bool
+        elif name in ("copy_", "fill_", "__setitem__") and self.is_on_cpu(args[0]):
+            tensors = filter(torch.is_tensor, given[1:])
+            waits = not all(map(self.is_on_cpu, tensors))
         elif name in ("tensor", "as_tensor") and isinstance(given[0], list):
             waits = any(map(torch.is_tensor, given[0]))
         caller = sys._getframe(1)
         if caller.f_code.co_name == "handle_torch_function":
             caller = caller.f_back.f_back  # the caller of a method in Python
-        if waits and not caller.f_code.co_filename.startswith(record.not_the_users()):
-            Watch.here.waits.add(recorder.step)
-        return function(*args, **(kwargs or {}))
+        if caller.f_code.co_filename.startswith(record.not_the_users()):
+            return function(*args, **(kwargs or {}))
+        if waits:
+            Watch.here.last.waits.setdefault(recorder.step, name)
+        if cpu and args and torch.is_tensor(args[0]):
+            args = args[0].clone(), *args[1:]  # from a GPU, the result is a copy
+        result = function(*args, **(kwargs or {}))
+        if cpu and torch.is_tensor(result):
+            self.on_cpu.append(result)
+        return result
 
 
 def be_rank(run: "Run", variables: dict[str, str]) -> None:
