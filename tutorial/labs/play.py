@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch._dynamo  # otherwise, each process imports it in its first step
@@ -158,7 +159,8 @@ class Watch(Watcher):
     def before_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
         self.depth += 1  # ZeRO's and Horovod's steps contain another step
         if self.depth == 1:
-            self.disturb(recorder.step)
+            if self.disturb:
+                self.disturb(recorder.step)
             if CHECKPOINT.exists() and os.environ["RANK"] == "0":
                 shutil.copy(CHECKPOINT, f"{recorder.step}.pt")
             # Before the first step, the processes may send their first weights
@@ -196,9 +198,7 @@ class Reads(TorchFunctionMode):
     Tensors count as tensors on the GPU, except those of device="cpu" and of NumPy.
     """
 
-    def __init__(self):
-        super().__init__()
-        self.on_cpu = []
+    on_cpu: ClassVar[list[Tensor]] = []
 
     def is_on_cpu(self, tensor: Tensor) -> bool:
         """Return whether the script put this tensor's memory on the CPU."""
@@ -208,8 +208,13 @@ class Reads(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         name, given = function.__name__, [*args, *(kwargs or {}).values()]
+        caller = sys._getframe(1)
+        if caller.f_code.co_name == "handle_torch_function":
+            caller = caller.f_back.f_back  # the caller of a method in Python
+        if caller.f_code.co_filename.startswith(record.not_the_users()):
+            return function(*args, **(kwargs or {}))
         devices = [str(x) for x in given if isinstance(x, (str, torch.device))]
-        cpu = name == "cpu" or "cpu" in devices or "force" in (kwargs or {})
+        cpu = name == "cpu" or "cpu" in devices
         waits = name in READS.split() or name == "to" and cpu
         if name == "__getitem__":  # a mask waits; other indices do not
             waits = getattr(given[1], "dtype", None) == torch.bool
@@ -218,18 +223,12 @@ class Reads(TorchFunctionMode):
             waits = not all(map(self.is_on_cpu, tensors))
         elif name in ("tensor", "as_tensor") and isinstance(given[0], list):
             waits = any(map(torch.is_tensor, given[0]))
-        caller = sys._getframe(1)
-        if caller.f_code.co_name == "handle_torch_function":
-            caller = caller.f_back.f_back  # the caller of a method in Python
-        if caller.f_code.co_filename.startswith(record.not_the_users()):
-            return function(*args, **(kwargs or {}))
         if waits:
             Watch.here.last.waits.setdefault(recorder.step, name)
-        if cpu and args and torch.is_tensor(args[0]):
-            args = args[0].clone(), *args[1:]  # from a GPU, the result is a copy
+        if cpu or "force" in (kwargs or {}):  # from a GPU, the result is a copy
+            args = [one.clone() if torch.is_tensor(one) else one for one in args]
         result = function(*args, **(kwargs or {}))
-        if cpu and torch.is_tensor(result):
-            self.on_cpu.append(result)
+        self.on_cpu.extend(filter(torch.is_tensor, [result] * cpu))
         return result
 
 
@@ -319,13 +318,13 @@ class Run:
     when: str = ""  # the block's messages begin with it
     more: dict[str, str] = field(default_factory=dict)  # environment variables
     # Called before each step, with the number of completed steps
-    disturb: Callable[[int], object] = lambda steps: None
+    disturb: Callable[[int], object] | None = None
     processes: list = field(default_factory=list)
     ranks: list[Rank] = field(default_factory=list)
 
     @contextlib.contextmanager
     def started(self) -> Iterator["Run"]:
-        """Start the processes; kill them when the `with` block ends."""
+        """Start the processes, wait for them unless `disturb` is set, and kill them."""
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
             self.files = self.files or Path(folder)
             self.records = Path(tempfile.mkdtemp(dir=folder))
@@ -341,6 +340,8 @@ class Run:
                 self.processes.append(FORK.Process(target=be_rank, args=task))
                 self.processes[rank].start()
             try:
+                if not self.disturb:
+                    self.end()
                 yield self
             except Wrong as wrong:
                 raise Wrong(f"{self.when}{wrong}") from None
@@ -356,15 +357,15 @@ class Run:
             if failed or hangs:
                 break
         codes = [process.exitcode for process in self.processes]
-        known = {process.rank: process for process in job.read(self.records).processes}
-        none = [job.Process(rank, len(codes), []) for rank in range(len(codes))]
-        self.ranks = [Rank(known.get(one.rank, one)) for one in none]
+        found = {process.rank: process for process in job.read(self.records).processes}
+        for rank in range(self.size):
+            self.ranks.append(Rank(found.get(rank, job.Process(rank, self.size, []))))
         if any(code != 0 for code in codes):
             lines = [x.ending(y) for x, y in zip(self.ranks, codes, strict=True)]
             # A lost connection means only that the other process ended earlier
-            pairs, lost = zip(lines, codes, strict=True), "onnection|roken pipe"
-            own = [line for line, code in pairs if code and not re.search(lost, line)]
-            when = "" if any(codes) else f"nothing happens for {PATIENCE:g} s: "
+            failed = [line for line, code in zip(lines, codes, strict=True) if code]
+            own = [x for x in failed if not re.search("onnection|roken pipe", x)]
+            when = "" if failed else f"nothing happens for {PATIENCE:g} s: "
             raise Wrong(own[0] if own else when + " and ".join(lines))
 
     def kill(self) -> None:
