@@ -3,10 +3,7 @@
 A lab's header names its checks. A check raises Wrong with the script's mistake.
 """
 
-import contextlib
-import os
 import re
-import signal
 import textwrap
 from itertools import chain, combinations, pairwise
 
@@ -16,7 +13,7 @@ from torch.func import jacfwd
 from torch.nn import functional as F
 
 from tutorial.labs.lab import FOLDER
-from tutorial.labs.play import EPOCHS, FORK, PATIENCE, Forward, Run, Wrong
+from tutorial.labs.play import EPOCHS, Forward, Run, Wrong
 
 # The images of all scripts, and the network and optimizer of most scripts
 TRAINING, VALIDATION = 96, 33
@@ -336,21 +333,16 @@ def check_machines(run: Run) -> None:
 
 def check_another_run(run: Run) -> None:
     """Check that the script works while another run of it is in progress."""
-    ready, when = FORK.Barrier(3), "if another run is in progress, "
-    held = Run(run.script, disturb=lambda _: (ready.wait(), signal.pause()))
-    with held.started():
-        ready.wait(PATIENCE)
-        with Run(run.script, when=when).started() as other:
-            check_shares(other)
+    first = Run(run.script, pause=0)
+    other = Run(run.script, when="if another run is in progress, ")
+    with first.started(), other.started():
+        check_shares(other)
 
 
 def check_resumes(run: Run) -> None:
     """Check that the run after a killed run ends like an uninterrupted run."""
-    killed = Run(run.script, disturb=lambda steps: steps == 12 and os._exit(1))
     when = "after a run that was killed in epoch 2, the next run fails: "
-    with killed.started():
-        with contextlib.suppress(Wrong):
-            killed.end()
+    with Run(run.script, pause=12).started() as killed:
         killed.kill()
         with Run(run.script, killed.files, when=when).started() as again:
             check_weights(again)

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import wait
@@ -159,8 +159,9 @@ class Watch(Watcher):
     def before_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
         self.depth += 1  # ZeRO's and Horovod's steps contain another step
         if self.depth == 1:
-            if self.disturb:
-                self.disturb(recorder.step)
+            if recorder.step == self.run.pause:
+                self.run.paused.wait()
+                signal.pause()
             if CHECKPOINT.exists() and os.environ["RANK"] == "0":
                 shutil.copy(CHECKPOINT, f"{recorder.step}.pt")
             # Before the first step, the processes may send their first weights
@@ -247,7 +248,7 @@ def be_rank(run: "Run", variables: dict[str, str]) -> None:
     os.environ.update(variables)
     os.chdir(run.files)
     sys.argv = [str(run.script)]
-    Watch.here.disturb = run.disturb
+    Watch.here.run = run
     # Numbers from an earlier run do not fit a script that prints them
     Watch.here.factor = random.Random(run.script.read_bytes()).uniform(0.95, 1.05)
     for watcher in watchers:  # without the doctor's laws, which take time
@@ -317,17 +318,17 @@ class Run:
     size: int = 2
     when: str = ""  # the block's messages begin with it
     more: dict[str, str] = field(default_factory=dict)  # environment variables
-    # Called before each step, with the number of completed steps
-    disturb: Callable[[int], object] | None = None
+    pause: int | None = None  # after this many steps, the processes wait to be killed
     processes: list = field(default_factory=list)
     ranks: list[Rank] = field(default_factory=list)
 
     @contextlib.contextmanager
     def started(self) -> Iterator["Run"]:
-        """Start the processes, wait for them unless `disturb` is set, and kill them."""
+        """Start the processes, wait for their end or pause, and at last kill them."""
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
             self.files = self.files or Path(folder)
             self.records = Path(tempfile.mkdtemp(dir=folder))
+            self.paused = FORK.Barrier(self.size + 1)
             needs = "import horovod" in self.script.read_text()
             places = horovod(self.size, stack) if needs else [{}] * self.size
             common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
@@ -340,8 +341,10 @@ class Run:
                 self.processes.append(FORK.Process(target=be_rank, args=task))
                 self.processes[rank].start()
             try:
-                if not self.disturb:
+                if self.pause is None:
                     self.end()
+                else:
+                    self.paused.wait(60)
                 yield self
             except Wrong as wrong:
                 raise Wrong(f"{self.when}{wrong}") from None
