@@ -9,7 +9,7 @@ from itertools import chain, combinations, pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.func import jacfwd
+from torch.func import vmap
 from torch.nn import functional as F
 
 from tutorial.labs.lab import FOLDER
@@ -177,7 +177,7 @@ def outputs(weights: Tensor, images: Tensor) -> Tensor:
 
 
 def gradient(weights: Tensor, passes: list[Forward]) -> Tensor:
-    """Return the mean loss's gradient, in forward mode, which still permits forks."""
+    """Return the mean loss's gradient without autograd, which may prevent forks."""
     sizes = [PLAIN if leaves_out(weights, one) else len(weights) for one in passes]
     labels = LABELS[indices(*(one.images for one in passes))]
 
@@ -186,7 +186,8 @@ def gradient(weights: Tensor, passes: list[Forward]) -> Tensor:
         scores = [outputs(weights[:size], x.images.double()) for size, x in pairs]
         return F.cross_entropy(torch.cat(scores), labels)
 
-    return jacfwd(loss)(weights)
+    shifts, losses = 1e-8 * torch.eye(len(weights)).double(), vmap(loss)
+    return (losses(weights + shifts) - losses(weights - shifts)) / 2e-8
 
 
 def leaves_out(weights: Tensor, one: Forward) -> bool:
