@@ -3,9 +3,9 @@
 torchrun --standalone --nproc-per-node 2 tutorial/labs/31_loss.py
 
 symptom: On a GPU, training is slower than it could be.
-grader: waits for a gpu: 18, but allowed: 6
-checks: weights, shares, steps, printed(names=["loss"]),
-  facts(waits_for_a_gpu=6, collectives=9)
+grader: the script would wait for the GPU in 18 steps instead of at most 6, such as
+checks: weights, shares, steps, printed(names=["loss"]), waits(most=6),
+  facts(collectives=9)
 doctor: -
 lesson: 14_step_cost
 path: core

@@ -3,10 +3,7 @@
 A lab's header names its checks. A check raises Wrong with the script's mistake.
 """
 
-import contextlib
-import os
 import re
-import signal
 import textwrap
 from itertools import chain, combinations, pairwise
 
@@ -16,7 +13,7 @@ from torch.func import vmap
 from torch.nn import functional as F
 
 from tutorial.labs.lab import FOLDER
-from tutorial.labs.play import EPOCHS, FORK, PATIENCE, Forward, Run, Wrong
+from tutorial.labs.play import EPOCHS, Forward, Run, Wrong
 
 # The images of all scripts, and the network and optimizer of most scripts
 TRAINING, VALIDATION = 96, 33
@@ -116,6 +113,15 @@ def check_facts(run: Run, **facts: object) -> None:
         for found in [getattr(one, name) for one in events if hasattr(one, name)]:
             if found not in right if isinstance(right, list) else found > right:
                 raise Wrong(f"{name.replace('_', ' ')}: {found}, but allowed: {right}")
+
+
+def check_waits(run: Run, most: int) -> None:
+    """Check in how many steps the script's own code would wait for a GPU."""
+    for waits in [one.waits for rank in run.ranks for one in rank.last]:
+        if len(waits) > most:
+            text = f"the script would wait for the GPU in {len(waits)} steps"
+            example = f"such as in {waits[max(waits)]}() in step {max(waits)}"
+            raise Wrong(f"{text} instead of at most {most}, {example}")
 
 
 def check_steps(
@@ -323,31 +329,23 @@ def check_machines(run: Run) -> None:
     place = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     when = "on two machines with one process each, "
     with Run(run.script, when=when, more=place).started() as other:
-        other.end()
         check_shares(other)
 
 
 def check_another_run(run: Run) -> None:
     """Check that the script works while another run of it is in progress."""
-    ready, when = FORK.Barrier(3), "if another run is in progress, "
-    held = Run(run.script, disturb=lambda _: (ready.wait(), signal.pause()))
-    with held.started():
-        ready.wait(PATIENCE)
-        with Run(run.script, when=when).started() as other:
-            other.end()
-            check_shares(other)
+    first = Run(run.script, pause=0)
+    other = Run(run.script, when="if another run is in progress, ")
+    with first.started(), other.started():
+        check_shares(other)
 
 
 def check_resumes(run: Run) -> None:
     """Check that the run after a killed run ends like an uninterrupted run."""
-    killed = Run(run.script, disturb=lambda steps: steps == 12 and os._exit(1))
     when = "after a run that was killed in epoch 2, the next run fails: "
-    with killed.started():
-        with contextlib.suppress(Wrong):
-            killed.end()
+    with Run(run.script, pause=12).started() as killed:
         killed.kill()
         with Run(run.script, killed.files, when=when).started() as again:
-            again.end()
             check_weights(again)
             own, whole = again.ranks[0], run.ranks[0]
             expect("steps instead of the last 6", len(own.steps), 6)

@@ -16,11 +16,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch._dynamo  # otherwise, each process imports it in its first step
@@ -78,7 +79,7 @@ class Last(Event):
     """The script has ended."""
 
     weights: Tensor | None = None
-    waits_for_a_gpu: int = 0  # number of steps after which the script reads a tensor
+    waits: dict[int, str]  # step -> function in which the script would wait for a GPU
     collectives: int = 0  # by the script itself
     lost_checkpoints: int = 0  # also those lost for a moment
     wrote: set[Path]  # files that torch.save() has written
@@ -95,8 +96,8 @@ class Watch(Watcher):
     """Writes the events that this file defines; `now` and `last` are the next ones."""
 
     def __init__(self):
-        self.now, self.last = Step(passes=[], dtypes=set()), Last(wrote=set())
-        self.done, self.depth, self.sent, self.waits = None, 0, 0, set()
+        self.now, self.last = Step(passes=[], dtypes=set()), Last(waits={}, wrote=set())
+        self.done, self.depth, self.sent = None, 0, 0
 
     def hooks(self) -> None:
         nn.modules.module.register_module_forward_hook(self.forward)
@@ -158,7 +159,9 @@ class Watch(Watcher):
     def before_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
         self.depth += 1  # ZeRO's and Horovod's steps contain another step
         if self.depth == 1:
-            self.disturb(recorder.step)
+            if recorder.step == self.run.pause:
+                self.run.paused.wait()
+                signal.pause()
             if CHECKPOINT.exists() and os.environ["RANK"] == "0":
                 shutil.copy(CHECKPOINT, f"{recorder.step}.pt")
             # Before the first step, the processes may send their first weights
@@ -187,26 +190,47 @@ class Watch(Watcher):
         """Record the final weights (of sharded weights, those after the last step)."""
         if done := self.done:
             self.last.weights = done.after if done.sharded else flat(self.optimizer)
-            self.last.waits_for_a_gpu = len(self.waits)
             recorder.write(self.last)
 
 
 class Reads(TorchFunctionMode):
-    """Finds the steps in which the script's own code would wait for a GPU."""
+    """Finds the steps in which the script's own code would wait for a GPU.
+
+    Tensors count as tensors on the GPU, except those of device="cpu" and of NumPy.
+    """
+
+    on_cpu: ClassVar[list[Tensor]] = []
+
+    def is_on_cpu(self, tensor: Tensor) -> bool:
+        """Return whether the script put this tensor's memory on the CPU."""
+        memory = tensor.untyped_storage()
+        same = any(one.untyped_storage()._cdata == memory._cdata for one in self.on_cpu)
+        return same or not memory.resizable()  # NumPy uses it, too
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         name, given = function.__name__, [*args, *(kwargs or {}).values()]
-        waits = name in READS.split() or name == "to" and "cpu" in map(str, given[1:])
-        if name == "__getitem__":  # a mask waits; other indices do not
-            waits = getattr(given[1], "dtype", None) == torch.bool
-        elif name in ("tensor", "as_tensor") and isinstance(given[0], list):
-            waits = any(map(torch.is_tensor, given[0]))
         caller = sys._getframe(1)
         if caller.f_code.co_name == "handle_torch_function":
             caller = caller.f_back.f_back  # the caller of a method in Python
-        if waits and not caller.f_code.co_filename.startswith(record.not_the_users()):
-            Watch.here.waits.add(recorder.step)
-        return function(*args, **(kwargs or {}))
+        if caller.f_code.co_filename.startswith(record.not_the_users()):
+            return function(*args, **(kwargs or {}))
+        devices = [str(x) for x in given if isinstance(x, (str, torch.device))]
+        cpu = name == "cpu" or "cpu" in devices
+        waits = name in READS.split() or name == "to" and cpu
+        if name == "__getitem__":  # a mask waits; other indices do not
+            waits = getattr(given[1], "dtype", None) == torch.bool
+        elif name in ("copy_", "fill_", "__setitem__") and self.is_on_cpu(args[0]):
+            tensors = filter(torch.is_tensor, given[1:])
+            waits = not all(map(self.is_on_cpu, tensors))
+        elif name in ("tensor", "as_tensor") and isinstance(given[0], list):
+            waits = any(map(torch.is_tensor, given[0]))
+        if waits:
+            Watch.here.last.waits.setdefault(recorder.step, name)
+        if cpu or "force" in (kwargs or {}):  # from a GPU, the result is a copy
+            args = [one.clone() if torch.is_tensor(one) else one for one in args]
+        result = function(*args, **(kwargs or {}))
+        self.on_cpu.extend(filter(torch.is_tensor, [result] * cpu))
+        return result
 
 
 def be_rank(run: "Run", variables: dict[str, str]) -> None:
@@ -224,7 +248,7 @@ def be_rank(run: "Run", variables: dict[str, str]) -> None:
     os.environ.update(variables)
     os.chdir(run.files)
     sys.argv = [str(run.script)]
-    Watch.here.disturb = run.disturb
+    Watch.here.run = run
     # Numbers from an earlier run do not fit a script that prints them
     Watch.here.factor = random.Random(run.script.read_bytes()).uniform(0.95, 1.05)
     for watcher in watchers:  # without the doctor's laws, which take time
@@ -294,17 +318,17 @@ class Run:
     size: int = 2
     when: str = ""  # the block's messages begin with it
     more: dict[str, str] = field(default_factory=dict)  # environment variables
-    # Called before each step, with the number of completed steps
-    disturb: Callable[[int], object] = lambda steps: None
+    pause: int | None = None  # after this many steps, the processes wait to be killed
     processes: list = field(default_factory=list)
     ranks: list[Rank] = field(default_factory=list)
 
     @contextlib.contextmanager
     def started(self) -> Iterator["Run"]:
-        """Start the processes; kill them when the `with` block ends."""
+        """Start the processes, wait for their end or pause, and at last kill them."""
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
             self.files = self.files or Path(folder)
             self.records = Path(tempfile.mkdtemp(dir=folder))
+            self.paused = FORK.Barrier(self.size + 1)
             needs = "import horovod" in self.script.read_text()
             places = horovod(self.size, stack) if needs else [{}] * self.size
             common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
@@ -317,6 +341,10 @@ class Run:
                 self.processes.append(FORK.Process(target=be_rank, args=task))
                 self.processes[rank].start()
             try:
+                if self.pause is None:
+                    self.end()
+                else:
+                    self.paused.wait(60)
                 yield self
             except Wrong as wrong:
                 raise Wrong(f"{self.when}{wrong}") from None
@@ -332,15 +360,15 @@ class Run:
             if failed or hangs:
                 break
         codes = [process.exitcode for process in self.processes]
-        known = {process.rank: process for process in job.read(self.records).processes}
-        none = [job.Process(rank, len(codes), []) for rank in range(len(codes))]
-        self.ranks = [Rank(known.get(one.rank, one)) for one in none]
+        found = {process.rank: process for process in job.read(self.records).processes}
+        for rank in range(self.size):
+            self.ranks.append(Rank(found.get(rank, job.Process(rank, self.size, []))))
         if any(code != 0 for code in codes):
             lines = [x.ending(y) for x, y in zip(self.ranks, codes, strict=True)]
             # A lost connection means only that the other process ended earlier
-            pairs, lost = zip(lines, codes, strict=True), "onnection|roken pipe"
-            own = [line for line, code in pairs if code and not re.search(lost, line)]
-            when = "" if any(codes) else f"nothing happens for {PATIENCE:g} s: "
+            failed = [line for line, code in zip(lines, codes, strict=True) if code]
+            own = [x for x in failed if not re.search("onnection|roken pipe", x)]
+            when = "" if failed else f"nothing happens for {PATIENCE:g} s: "
             raise Wrong(own[0] if own else when + " and ".join(lines))
 
     def kill(self) -> None:
