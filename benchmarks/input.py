@@ -11,6 +11,7 @@ import os
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +23,8 @@ from benchmarks.photographs import write_photographs
 from common.arguments import build_parser
 from common.data import MEAN, STD, SeededDataset, build_datasets
 from common.errors import one_line_errors
-from common.images import DECODERS
+from common.images import DECODERS, decode
+from common.nvimgcodec import decode_part
 
 TRAIN, VAL = 384, 256
 USUAL = "conventional: Pillow, v1 transforms, float"
@@ -71,12 +73,6 @@ class Normalized(Dataset):
         return self.dataset[index][0].float().sub_(self.mean).div_(self.std)
 
 
-def crop(height: int, width: int) -> tuple[int, int, int, int]:
-    """Choose a random crop, as in training, of an image of this height and width."""
-    shape = torch.empty(height, width, device="meta")
-    return USUAL_TRAIN[0].get_params(shape, (0.08, 1.0), (3 / 4, 4 / 3))
-
-
 def one_core(folder: Path, rounds: int) -> dict[str, dict | list]:
     """Measure how fast this process reads, and how fast it decodes, single images."""
     cores = pin_core()
@@ -88,11 +84,12 @@ def one_core(folder: Path, rounds: int) -> dict[str, dict | list]:
     validation[NORMALIZED] = reading(Normalized(val_set), VAL)
     files = [path.read_bytes() for path in sorted(folder.glob("train/*/*"))]
     decoding = {}
-    for name, decode in DECODERS.items():
+    for name in DECODERS:
         train_set, val_set = build_datasets(arguments(folder, "--decoder", name))
         training[f"--decoder {name}"] = reading(Training(train_set), TRAIN)
         validation[f"--decoder {name}"] = reading(val_set, VAL)
-        decoding[name] = speed(lambda file, decode=decode: decode(file, crop), files)
+        decoding[name] = speed(partial(decode, decoder=name), files)
+    decoding["nvimgcodec"] = speed(partial(decode_part, crop=USUAL_TRAIN[0]), files)
     works = {"validation": validation, "training": training | decoding}
     rows = {name: compare(f"{name}, one core", works[name], rounds) for name in works}
     os.sched_setaffinity(0, cores)

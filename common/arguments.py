@@ -58,7 +58,7 @@ def build_parser(docstring: str) -> Parser:
     loaders = "loader processes for training; as many for validation (one per core)"
     add("-j", "--workers", type=int, help=loaders)
     decoder = "pil" if NO_TORCHCODEC else "torchcodec"
-    add("--decoder", choices=tuple(DECODERS), default=decoder, help="(%(default)s)")
+    add("--decoder", choices=DECODERS, default=decoder, help="(%(default)s)")
     add("--precision", choices=tuple(PRECISIONS), help="(bf16 where native, else fp32)")
     add("--compile", action="store_true", help="torch.compile the model")
     add("--seed", type=int, default=0, help="for all random numbers (0)")

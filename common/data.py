@@ -6,7 +6,6 @@ import random
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import count, islice, repeat
 from pathlib import Path
 from typing import Any
@@ -16,35 +15,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import FakeData
-from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes
-from torchvision.transforms.v2.functional import pil_to_tensor
+from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+from torchvision.transforms import v2
 
 from common.errors import UserError
-from common.images import Transform, read_image, train_transform, val_transform
+from common.images import RandomResizedCrop, read_image
 from common.model import die_with_parent
 
 # Mean and standard deviation of ImageNet's RGB values, for pixels between 0 and 255
 MEAN = (123.675, 116.28, 103.53)
 STD = (58.395, 57.12, 57.375)
-
-
-def list_images(root: str, name: str) -> list[bytes]:
-    """Return a class's images, as paths below `root`, in torchvision's order.
-
-    The search follows links to folders. Raises UserError if there are no images or if a
-    link leads to a loop, and OSError if a folder is unreadable.
-    """
-    found, errors, top = [], [], f"{root}/{name}"
-    for folder, _, files in os.walk(top, followlinks=True, onerror=errors.append):
-        above = Path(folder).absolute().parents
-        if os.path.islink(folder) and any(map(Path(folder).samefile, above)):
-            raise UserError(f"{folder} links to a folder above it; delete this link")
-        found += [(folder, x) for x in files if x.lower().endswith(IMG_EXTENSIONS)]
-    if errors:
-        raise errors[0]
-    if not found:
-        raise UserError(f"{top} has no images ({' '.join(IMG_EXTENSIONS)}); delete it")
-    return [os.fsencode(os.path.join(*image)[len(root) :]) for image in sorted(found)]
 
 
 class ImageFolder(Dataset):
@@ -54,7 +34,7 @@ class ImageFolder(Dataset):
     `decoder` is a key of DECODERS. Raises UserError if a folder or image is unusable.
     """
 
-    def __init__(self, root: Path, transform: Transform, decoder: str):
+    def __init__(self, root: Path, transform: v2.Compose, decoder: str):
         self.root = str(root)
         self.transform = transform
         self.decoder = decoder
@@ -71,18 +51,16 @@ class ImageFolder(Dataset):
             self.paths, self.labels = self.archives.paths, self.archives.labels
         else:
             try:
-                self.classes = find_classes(self.root)[0]
-                found = [list_images(self.root, name) for name in self.classes]
+                self.classes, numbers = find_classes(self.root)
+                found = make_dataset(self.root, numbers, IMG_EXTENSIONS)
             except OSError as error:
                 raise UserError(
                     f"{error} (--data needs train/CLASS/*.JPEG and val/CLASS/*.JPEG, "
                     "or train.tar and val.tar; see scripts/prepare_imagenet.sh)"
                 ) from None
-            self.paths = numpy.array([path for paths in found for path in paths])
-            self.labels = numpy.arange(len(found)).repeat([*map(len, found)])
-        if (hidden := self.paths[numpy.char.find(self.paths, b"/.") >= 0]).size:
-            path = self.root + os.fsdecode(hidden[0])
-            raise UserError(f"{path} is hidden; delete it ({hidden.size} are hidden)")
+            start = len(self.root)
+            self.paths = numpy.array([os.fsencode(path[start:]) for path, _ in found])
+            self.labels = numpy.array([label for _, label in found])
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -104,16 +82,18 @@ def build_datasets(args: Namespace) -> tuple[Dataset, Dataset]:
         images = args.global_batch_size * (args.max_steps or args.synthetic)
         val_images = min(images, args.synthetic) // 25  # as in ImageNet
         val_images = max(val_images, args.global_batch_size)
-        train_set = FakeData(args.synthetic, (3, size, size), 1000, pil_to_tensor)
-        val_set = FakeData(val_images, (3, size, size), 1000, pil_to_tensor)
+        train_set = FakeData(args.synthetic, (3, size, size), 1000, v2.PILToTensor())
+        val_set = FakeData(val_images, (3, size, size), 1000, v2.PILToTensor())
         train_set.classes = val_set.classes = range(1000)
         return train_set, val_set
-    transform = partial(val_transform, size=size)
-    val_set = ImageFolder(Path(args.data, "val"), transform, args.decoder)
+    # For 224, this is Resize(256) and CenterCrop(224), as in the ResNet paper
+    steps = [v2.Resize(size * 256 // 224), v2.CenterCrop(size), v2.PILToTensor()]
+    val_set = ImageFolder(Path(args.data, "val"), v2.Compose(steps), args.decoder)
     if args.evaluate:
         return val_set, val_set
-    options = {"size": size, "min_crop": args.min_crop, "flip": not args.no_flip}
-    transform = partial(train_transform, **options)
+    flip = v2.RandomHorizontalFlip(0 if args.no_flip else 0.5)
+    crop = RandomResizedCrop(size, scale=(args.min_crop, 1))
+    transform = v2.Compose([crop, flip, v2.PILToTensor()])
     train_set = ImageFolder(Path(args.data, "train"), transform, args.decoder)
     if different := sorted(set(train_set.classes) ^ set(val_set.classes)):
         folder = "val" if different[0] in train_set.classes else "train"

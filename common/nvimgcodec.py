@@ -8,12 +8,23 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
+from torchvision.transforms import v2
 
-from common.images import Box
+from common.images import decode
 
 
-def decode(content: bytes, box: Box) -> Tensor | None:
-    """Decode the part that `box` chooses; return None if the format is not supported.
+def read_jpeg(content: bytes, transform: v2.Compose) -> Tensor:
+    """Decode a JPEG and transform it; TorchCodec decodes what nvImageCodec cannot."""
+    crop, *others = transform.transforms
+    if not isinstance(crop, v2.RandomResizedCrop):
+        part = decode_part(content, None)
+    elif (part := decode_part(content, crop)) is not None:
+        transform = v2.Compose([v2.Resize(crop.size), *others])
+    return transform(decode(content, "torchcodec") if part is None else part)
+
+
+def decode_part(content: bytes, crop: v2.RandomResizedCrop | None) -> Tensor | None:
+    """Decode the part that `crop` chooses; return None if the format is not supported.
 
     Damage outside this part goes unnoticed, because only this part is decoded.
 
@@ -24,12 +35,14 @@ def decode(content: bytes, box: Box) -> Tensor | None:
         stream = codec.CodeStream(content)
         if stream.num_channels == 4:  # CMYK, whose colors nvImageCodec may invert
             return None
-        top, left, height, width = box(stream.height, stream.width)
     except RuntimeError:
         return None
-    region = codec.Region(top, left, top + height, left + width)
-    part = stream.get_sub_code_stream(region=region)
-    image = decoder.decode(part, params=params)
+    if crop:
+        shape = torch.empty(stream.height, stream.width, device="meta")
+        top, left, height, width = crop.get_params(shape, crop.scale, crop.ratio)
+        region = codec.Region(top, left, top + height, left + width)
+        stream = stream.get_sub_code_stream(region=region)
+    image = decoder.decode(stream, params=params)
     if image is None:
         raise ValueError("nvImageCodec cannot decode it; try another --decoder")
     return torch.from_numpy(numpy.asarray(image)).permute(2, 0, 1)

@@ -19,7 +19,7 @@ import torch
 from played import Played, free_port
 from torch import nn
 from torchvision import models
-from torchvision.transforms.v2 import functional as V
+from torchvision.transforms import v2
 
 from common.arguments import build_parser, parse_arguments
 from common.checkpoint import Checkpoint, lock_file, replace_file
@@ -236,8 +236,8 @@ def recorded(name: str, runs: list, counted: bool = False) -> list[dict]:
     if `counted`, also the bytes of each all-reduce of gradients.
     """
     script = load_script(name, None)
-    build_datasets = script.build_datasets
-    read, flip = SeededDataset.__getitem__, V.horizontal_flip
+    read, flip = SeededDataset.__getitem__, v2.RandomHorizontalFlip.transform
+    choose = v2.RandomResizedCrop.make_params
     key, found, end = None, {}, {}
 
     class Killed(BaseException):
@@ -249,28 +249,16 @@ def recorded(name: str, runs: list, counted: bool = False) -> list[dict]:
         key = epoch, index
         return read(dataset, where)
 
-    def horizontal_flip(pixels):
-        if key in found["crops"]:  # false in loader processes
+    def make_params(crop, images):
+        box = choose(crop, images)
+        if not torch.utils.data.get_worker_info():
+            found["crops"][key] = [tuple(box.values()), False]
+        return box
+
+    def mirror(step, image, params):
+        if not torch.utils.data.get_worker_info():
             found["crops"][key][1] = True
-        return flip(pixels)
-
-    def datasets(args):
-        train_set, val_set = build_datasets(args)
-        transform = train_set.transform
-
-        def noting(decode):
-            def decode_and_note(box):
-                def noted(height, width):
-                    found["crops"][key] = [box(height, width), False]
-                    return found["crops"][key][0]
-
-                return decode(noted)
-
-            return transform(decode_and_note)
-
-        if not args.workers:
-            train_set.transform = noting
-        return train_set, val_set
+        return flip(step, image, params)
 
     def act(state, images, labels):
         end["state"] = state
@@ -279,8 +267,9 @@ def recorded(name: str, runs: list, counted: bool = False) -> list[dict]:
         found["rates"].append(state.optimizer.param_groups[0]["lr"])
         found["strides"].append(images.stride())
 
-    SeededDataset.__getitem__, V.horizontal_flip = getitem, horizontal_flip
-    script.build_datasets = datasets
+    SeededDataset.__getitem__ = getitem
+    v2.RandomResizedCrop.make_params = make_params
+    v2.RandomHorizontalFlip.transform = mirror
     before_each_step(script, act)
     horovod = name == "horovod_distributed"
     if horovod:  # Horovod can be started only once per process

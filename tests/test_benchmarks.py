@@ -4,7 +4,6 @@ import importlib
 import json
 import os
 import sys
-from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
 from unittest.mock import Mock
@@ -15,6 +14,7 @@ from played import Played, free_port
 from benchmarks import comparison, input, step
 from benchmarks.photographs import write_photographs
 from common import images
+from common.data import build_datasets
 from scripts import network
 
 
@@ -23,9 +23,10 @@ def test_the_usual_pipeline_is_our_pillow_pipeline_normalized(tmp_path):
     facts = write_photographs(tmp_path, 12, 6, classes=2)
     assert facts["images"] == 18 and abs(facts["mean_bytes"] / 100_000 - 1) < 0.1
     val = input.usual_folder(tmp_path / "val", input.USUAL_VAL)
+    _, val_set = build_datasets(input.arguments(tmp_path, "--decoder", "pil"))
     for number, (path, _) in enumerate(val.samples):
         content = Path(path).read_bytes()
-        ours = images.val_transform(partial(images.decode_with_pillow, content), 224)
+        ours = val_set.transform(images.decode(content, "pil"))
         normalized = input.NORMALIZE(ours.float() / 255)
         torch.testing.assert_close(val[number][0], normalized, rtol=0, atol=1e-6)
     crop = input.USUAL_TRAIN[0]

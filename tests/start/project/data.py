@@ -2,14 +2,14 @@
 
 import csv
 from argparse import Namespace
-from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 from torch.utils.data import Dataset
+from torchvision.transforms import v2
 
 from common.errors import UserError
-from common.images import read_image, train_transform, val_transform
+from common.images import read_image
 
 
 class Pictures(Dataset):
@@ -17,8 +17,9 @@ class Pictures(Dataset):
 
     classes = ["0", "1", "2"]
 
-    def __init__(self, file: Path, decoder: str, transform):
-        self.folder, self.decoder, self.transform = file.parent, decoder, transform
+    def __init__(self, file: Path, decoder: str, *steps: v2.Transform):
+        self.folder, self.decoder = file.parent, decoder
+        self.transform = v2.Compose([*steps, v2.PILToTensor()])
         try:
             with open(file, newline="") as lines:
                 self.rows = list(csv.DictReader(lines))
@@ -37,9 +38,10 @@ class Pictures(Dataset):
 
 def build_datasets(args: Namespace) -> tuple[Pictures, Pictures]:
     """Return the training and validation images in args.data."""
-    size, flip, folder = args.image_size, not args.no_flip, Path(args.data)
-    train = partial(train_transform, size=size, min_crop=args.min_crop, flip=flip)
+    size, folder = args.image_size, Path(args.data)
+    train = v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()
+    val = v2.Resize(size * 256 // 224), v2.CenterCrop(size)
     return (
-        Pictures(folder / "train.csv", args.decoder, train),
-        Pictures(folder / "val.csv", args.decoder, partial(val_transform, size=size)),
+        Pictures(folder / "train.csv", args.decoder, *train),
+        Pictures(folder / "val.csv", args.decoder, *val),
     )
