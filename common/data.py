@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import FakeData
-from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes
 from torchvision.transforms import v2
 
 from common.errors import UserError
@@ -25,6 +25,25 @@ from common.model import die_with_parent
 # Mean and standard deviation of ImageNet's RGB values, for pixels between 0 and 255
 MEAN = (123.675, 116.28, 103.53)
 STD = (58.395, 57.12, 57.375)
+
+
+def list_images(root: str, name: str) -> list[bytes]:
+    """Return a class's images, as paths below `root`, in torchvision's order.
+
+    The search follows links to folders. Raises UserError if there are no images or if a
+    link leads to a loop, and OSError if a folder is unreadable.
+    """
+    found, errors, top = [], [], f"{root}/{name}"
+    for folder, _, files in os.walk(top, followlinks=True, onerror=errors.append):
+        above = Path(folder).absolute().parents
+        if os.path.islink(folder) and any(map(Path(folder).samefile, above)):
+            raise UserError(f"{folder} links to a folder above it; delete this link")
+        found += [(folder, x) for x in files if x.lower().endswith(IMG_EXTENSIONS)]
+    if errors:
+        raise errors[0]
+    if not found:
+        raise UserError(f"{top} has no images ({' '.join(IMG_EXTENSIONS)}); delete it")
+    return [os.fsencode(os.path.join(*image)[len(root) :]) for image in sorted(found)]
 
 
 class ImageFolder(Dataset):
@@ -51,16 +70,18 @@ class ImageFolder(Dataset):
             self.paths, self.labels = self.archives.paths, self.archives.labels
         else:
             try:
-                self.classes, numbers = find_classes(self.root)
-                found = make_dataset(self.root, numbers, IMG_EXTENSIONS)
+                self.classes = find_classes(self.root)[0]
+                found = [list_images(self.root, name) for name in self.classes]
             except OSError as error:
                 raise UserError(
                     f"{error} (--data needs train/CLASS/*.JPEG and val/CLASS/*.JPEG, "
                     "or train.tar and val.tar; see scripts/prepare_imagenet.sh)"
                 ) from None
-            start = len(self.root)
-            self.paths = numpy.array([os.fsencode(path[start:]) for path, _ in found])
-            self.labels = numpy.array([label for _, label in found])
+            self.paths = numpy.array([path for paths in found for path in paths])
+            self.labels = numpy.arange(len(found)).repeat([*map(len, found)])
+        if (hidden := self.paths[numpy.char.find(self.paths, b"/.") >= 0]).size:
+            path = self.root + os.fsdecode(hidden[0])
+            raise UserError(f"{path} is hidden; delete it ({hidden.size} are hidden)")
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -55,6 +55,8 @@ def decode(content: bytes, decoder: str) -> Image.Image | Tensor:
             raise ImportError(f"no TorchCodec ({NO_TORCHCODEC}); use --decoder pil")
         return decode_jpeg(JPEG + NO_EXIF + content[len(JPEG) :])
     with Image.open(io.BytesIO(content)) as image:
+        if image.mode == "F" or (image.mode, image.format) == ("I", "TIFF"):
+            raise ValueError("32-bit pixels have no defined range; use 8 or 16 bits")
         if image.mode.startswith("I"):  # 16-bit gray: convert() would clip at 255
             image = Image.fromarray((numpy.asarray(image) >> 8).astype("uint8"))
         image = image.convert("RGB")

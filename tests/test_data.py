@@ -198,7 +198,6 @@ FOLDERS = """
 mkdir -p elsewhere/deep test "val/cat 2" "train/cat 2" train/cat/.empty "train/cat/a b" train/cat/a train/dog/x.jpg
 cp train/dog/3.JPEG "val/cat 2"; cp train/dog/4.JPEG "train/cat 2/long ünï $(printf %0200d).JPEG"
 mv train/cat/0.JPEG "train/cat/a b"; mv train/cat/1.JPEG train/cat/a; mv train/cat/2.JPEG elsewhere/deep
-cp -r train/dog .hidden; mv .hidden train/dog
 ln -s ../../elsewhere train/cat/linked; ln -s a train/cat/again; ln -s 3.JPEG train/cat/file.JPEG
 mv train/dog/0.JPEG train/dog/x.jpg/
 for suffix in jpg png ppm bmp pgm tif tiff webp gif txt; do
@@ -215,9 +214,7 @@ def test_images_are_those_that_torchvision_finds(pictures):
     """We find the same files with any suffix, behind links, in subfolders, in hundreds of classes."""
     subprocess.run(["bash", "-ec", FOLDERS], cwd=pictures, check=True)
     pair = build_datasets(parse("--data", pictures, "--image-size", 8))
-    for images, count in zip(
-        pair, (10 + 1 + 24 + 8 + 300, 4 + 1 + 4 + 300), strict=True
-    ):
+    for images, count in zip(pair, (10 + 1 + 24 + 300, 4 + 1 + 4 + 300), strict=True):
         other = datasets.ImageFolder(images.root)
         paths = [images.root + os.fsdecode(path) for path in images.paths]
         assert list(zip(paths, images.labels.tolist(), strict=True)) == other.samples
@@ -231,9 +228,15 @@ mv val/dog val/wolf: val/ has no class dog
 cp -r val/dog val/wolf: train/ has no class wolf
 rm -r train/* val/*: find any class folder in .*val.*--data needs
 mv val/dog/* val; rm -r val/*/: val.*--data needs .*see scripts/prepare_imagenet.sh
-rm val/dog/*: no valid file for the classes dog
-rm train/dog/*; touch train/dog/0.gif: the classes dog. Supported .*png, .*webp
-mkdir {train,val}/.ipynb_checkpoints: no valid file for the classes .ipynb_checkpoints
+rm val/dog/*: val/dog has no images
+rm train/dog/*; touch train/dog/0.gif: train/dog has no images .*png .*webp
+mkdir {train,val}/.ipynb_checkpoints: val/.ipynb_checkpoints has no images
+cp -r train/dog train/.x; cp -r val/dog val/.x: val/.x/0.JPEG is hidden; .*4 are hidden
+cp -r train/dog .x; mv .x train/dog: train/dog/.x/0.JPEG is hidden; .*8 are hidden
+cd train/dog; for i in {1..20}; do mkdir $(printf %0250d); cd 00*; done: File name too long
+touch train/dog/._0.JPEG: train/dog/._0.JPEG is hidden; .*1 are hidden
+ln -s . train/dog/here; ln -s .. train/dog/up: dog/(up|here) links to a folder above it
+mkdir o; ln -s ../../o train/dog/o; ln -s ../train/dog o/y: train/dog/o/y links to a fo
 """
 
 

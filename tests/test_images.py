@@ -88,6 +88,10 @@ def test_16_bits_become_8(decoder):
     ):
         made = images.read_image("x", decoder, WHOLE, content)
         assert torch.equal(made.int(), found.int()), content[:20]
+    for dtype in ("int32", "float32"):  # is 1.0 white, or 255.0?
+        content = saved(Image.fromarray(pixels.astype(dtype)), format="TIFF")
+        with pytest.raises(UserError, match="x.tif: 32-bit pixels have no defined ra"):
+            images.read_image("x.tif", decoder, WHOLE, content)
 
 
 @pytest.mark.parametrize("decoder", DECODERS)

@@ -149,6 +149,7 @@ def test_the_index_is_kept_until_an_archive_changes(archives, monkeypatch):
         ("cp val.tar x && cat x >> val.tar", "or made by cat"),
         ("mkdir c && ln -s x c/x.png && tar -cf val.tar c", "x.png is a link or"),
         ("mkdir c && truncate -s 1M c/1.png && tar -Scf val.tar c", "or a sparse file"),
+        ("mkdir .c && touch .c/1.png && tar -cf val.tar .c", "val/.c/1.png is hidden"),
         ("mkdir c && touch c/1.png && tar -cf val.tar c", "has no class c"),
     ],
 )
