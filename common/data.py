@@ -50,7 +50,7 @@ class ImageFolder(Dataset):
     """Images in one subfolder per class, or in tar archives of such a folder.
 
     An item is (image, label): a transformed (3, S, S) uint8 RGB image, and an int.
-    `decoder` is a key of DECODERS. Raises UserError if a folder or image is unusable.
+    `decoder` is one of DECODERS. Raises UserError if a folder or image is unusable.
     """
 
     def __init__(self, root: Path, transform: v2.Compose, decoder: str):

@@ -71,4 +71,6 @@ class RandomResizedCrop(v2.RandomResizedCrop):
         image = F.crop(image, **box)
         if isinstance(image, Tensor):  # keep the decoder's memory format
             image = image[None].contiguous(memory_format=torch.channels_last)[0]
-        return F.resize(image, self.size)
+        return F.resize(image, self.size, self.interpolation, antialias=self.antialias)
+
+    _transform = transform  # its name before torchvision 0.21

@@ -19,12 +19,13 @@ def read_jpeg(content: bytes, transform: v2.Compose) -> Tensor:
     if not isinstance(crop, v2.RandomResizedCrop):
         part = decode_part(content, None)
     elif (part := decode_part(content, crop)) is not None:
-        transform = v2.Compose([v2.Resize(crop.size), *others])
+        resize = v2.Resize(crop.size, crop.interpolation, antialias=crop.antialias)
+        transform = v2.Compose([resize, *others])
     return transform(decode(content, "torchcodec") if part is None else part)
 
 
 def decode_part(content: bytes, crop: v2.RandomResizedCrop | None) -> Tensor | None:
-    """Decode the part that `crop` chooses; return None if the format is not supported.
+    """Decode the part that `crop` chooses, or all; return None for unknown formats.
 
     Damage outside this part goes unnoticed, because only this part is decoded.
 

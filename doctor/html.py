@@ -69,13 +69,11 @@ def finding(one: Finding) -> str:
 
 
 def law(verdict: Verdict) -> str:
-    """Return a law's row as HTML; the reader can unfold checks that were not judged."""
+    """Return a law's row as HTML."""
     text = {BROKEN: "see the findings", HELD: "; ".join(verdict.evidence)}
     why = text.get(verdict.state) or why_not_judged(verdict)
-    more = "".join(f"<li>{k}: {escape(v)}</li>" for k, v in verdict.not_judged.items())
-    more = more and f"<details><summary>Not judged</summary><ul>{more}</ul></details>"
     state = verdict.state.replace(" ", "-")
-    text = f"{verdict.law.text}: <b>{verdict.state}</b>. {escape(why)}{more}"
+    text = f"{verdict.law.text}: <b>{verdict.state}</b>. {escape(why)}"
     head = f'<div class="law {state}"><span>{verdict.law.number}</span>'
     return f"{head}<div>{text}</div></div>"
 

@@ -97,7 +97,9 @@ def untouchable() -> bool:
     """Return whether PyTorch is compiling this code, or recording a CUDA graph."""
     if torch.compiler.is_compiling():  # such as a hook of a compiled layer
         return True
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    with contextlib.suppress(RuntimeError):  # after an earlier kernel's error
+        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return False
 
 
 def quiet(method: Callable) -> Callable:
@@ -173,9 +175,8 @@ def traced() -> bool:
     """Return whether PyTorch is compiling, tracing or transforming the current code."""
     if untouchable() or torch.jit.is_tracing():
         return True
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # vmap(), grad()
-        return True
-    return bool(torch._C._len_torch_dispatch_stack())  # fake tensors
+    functions = torch._C._functorch.peek_interpreter_stack()  # vmap(), grad()
+    return functions is not None or torch._C._len_torch_dispatch_stack() > 0
 
 
 def not_the_users() -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from operator import add
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy
 import pytest
@@ -183,6 +184,7 @@ SINGLE = steps(MEAN, own=OWN)
 for n, own in enumerate(SINGLE):  # a batch has as many samples
     own.append(event(Input, rows=[n, n + 10, n + 20]))
 CLIP = {"before": [1.0], "scaled": False, "norm": False, "place": "a.py:9"}
+OTHER_CLIP = CLIP | {"place": "a.py:10"}
 # name -> the check that finds the mistake, or the law's state; and the steps
 GRADIENTS = {
     "a mean": ("held", steps(MEAN)),
@@ -215,6 +217,7 @@ GRADIENTS = {
     "a loss scale": ("not judged", steps(2**-16 * MEAN, terms=[(1.0, "")])),
     "weights for other sizes": ("held", steps(THIRDS, own=divided(8, 4))),
     "clips in each pass": ("clip_order", steps(BOTH, PAIR, clips=2 * [CLIP])),
+    "a clip of each kind": ("not judged", steps(BOTH, PAIR, clips=[CLIP, OTHER_CLIP])),
     "a gather": ("gathered_without_gradient", steps(MEAN, [GATHERED])),
     "tensors of other ranks": ("not judged", steps(MEAN, [{"received": "a.py:8"}])),
 }
@@ -811,7 +814,11 @@ def test_what_ranks_may_have_of_their_own():
 def test_steps_that_one_ranks_scaler_skips():
     """The ranks' learning rates then differ until the other scaler skips a step."""
     for scales, wanted in ((8.0, 4.0), set()), ((8.0, 8.0), {"learning_rates_differ"}):
-        rows = [[event(Call, 1), event(Step, 9, rates=[x])] for x in (0.1, 0.2)]
+        rows = [
+            [event(Step, n, rates=[x], watched=n < 41) for n in (9, 41)]
+            for x in (1.0, 2)
+        ]
+        rows = [[event(Call, 1), *row] for row in rows]
         for row, scale in zip(rows, scales, strict=True):
             row.append(event(Update, 9, passes=[one_pass(scale=scale)]))
         assert {*named(judged(*rows))} == wanted
@@ -824,6 +831,10 @@ def test_nothing_is_read_while_a_cuda_graph_is_recorded(monkeypatch):
     wrap(owner, "call", lambda call, x: seen.append(x))
     quiet(seen.append)(1)
     assert owner.call(-1) == 1 and not seen
+    monkeypatch.setattr(
+        torch.cuda, "is_current_stream_capturing", Mock(side_effect=RuntimeError)
+    )
+    assert owner.call(-1) is None and seen == [-1]  # an earlier kernel has failed
 
 
 def test_a_network_that_ddp_wraps_after_the_watched_steps():

@@ -102,8 +102,8 @@ def test_a_decoder_gives_pillows_pixels(decoder):
             expected = pil_to_tensor(opened.convert("RGB"))
         found = images.read_image("x", decoder, WHOLE, content)
         assert torch.equal(found, expected), kind
-        for crop in (images.RandomResizedCrop(32), v2.CenterCrop(32)):
-            transform = v2.Compose([crop, v2.PILToTensor()])
+        for steps in [images.RandomResizedCrop(32)], [v2.Resize(36), v2.CenterCrop(32)]:
+            transform = v2.Compose([*steps, v2.PILToTensor()])
             made = images.read_image("x", decoder, transform, content)
             assert made.shape == (3, 32, 32) and made.dtype == torch.uint8, kind
 
@@ -121,13 +121,18 @@ def test_crops_are_torchvisions(decoder, pictures):
             usual = v2.Compose([v2.Resize(resized), v2.CenterCrop(cropped)])
             made = images.read_image("x", decoder, val_set.transform, content)
             assert torch.equal(made, WHOLE(usual(image))), (size, cropped)
-        usual = v2.Compose([v2.RandomResizedCrop(80), v2.RandomHorizontalFlip()])
-        for seed in range(6):
-            torch.manual_seed(seed)
-            expected = WHOLE(usual(image))
-            torch.manual_seed(seed)
-            made = images.read_image("x", decoder, train_set.transform, content)
-            assert torch.equal(made, expected), (size, seed)
+            crop = v2.RandomResizedCrop(cropped)
+            usual = v2.Compose([crop, v2.RandomHorizontalFlip()])
+            pairs = 3 * [(train_set.transform, usual)]
+            options = {"size": cropped, "interpolation": v2.InterpolationMode.BICUBIC}
+            ours = v2.Compose([images.RandomResizedCrop(**options), v2.PILToTensor()])
+            pairs.append((ours, v2.RandomResizedCrop(**options)))
+            for seed, (ours, usual) in enumerate(pairs):
+                torch.manual_seed(seed)
+                expected = WHOLE(usual(image))
+                torch.manual_seed(seed)
+                made = images.read_image("x", decoder, ours, content)
+                assert torch.equal(made, expected), (size, cropped, seed)
 
 
 @pytest.mark.parametrize("decoder", DECODERS)

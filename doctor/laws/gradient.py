@@ -229,13 +229,14 @@ def clip_order(job):
     for row in need(rows, "no gradients are clipped"):
         one, level = row[0], ""
         first, last = one.clips[0], one.clips[-1]
+        places = {clip["place"] for clip in one.clips}
         if first["scaled"]:
             text = "gradients are clipped before they are unscaled"
         elif not alike(final(row)) and alike([x.used for x in row]):
             text = "each rank clips its own gradients before they are averaged"
         elif last["norm"] and any(last["before"]) and changed(last["before"], one.used):
             text, level = "gradients change after they are clipped", RISK
-        elif len(one.passes) == len(one.clips) > 1 and first["before"]:
+        elif len(places) == 1 < len(one.clips) == len(one.passes) and first["before"]:
             text, level = f"each of {len(one.clips)} passes clips the gradients", RISK
         else:
             continue

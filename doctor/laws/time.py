@@ -214,7 +214,7 @@ def bottleneck(job):
     for column in columns:
         for call in column[0].calls:  # the last rank to arrive does not wait
             costs[call].append(min(one.calls.get(call, 0) for one in column))
-    # Without the longest call: the first one also connects the processes
+    # Without the step where it takes longest: a first call connects the processes
     costs = {call: sum(own) - max(own) for call, own in costs.items()}
     for call, seconds in Counter(costs).most_common(1):
         name, _, where = call.partition(" in ")

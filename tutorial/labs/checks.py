@@ -5,6 +5,7 @@ A lab's header names its checks. A check raises Wrong with the script's mistake.
 
 import re
 import textwrap
+from collections import Counter
 from itertools import chain, combinations, pairwise
 
 import torch
@@ -120,7 +121,8 @@ def check_waits(run: Run, most: int) -> None:
     for waits in [one.waits for rank in run.ranks for one in rank.last]:
         if len(waits) > most:
             text = f"the script would wait for the GPU in {len(waits)} steps"
-            example = f"such as in {waits[max(waits)]}() in step {max(waits)}"
+            call, _ = Counter(waits.values()).most_common(1)[0]
+            example = f"such as in {call}()"
             raise Wrong(f"{text} instead of at most {most}, {example}")
 
 

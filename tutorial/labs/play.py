@@ -214,8 +214,7 @@ class Reads(TorchFunctionMode):
             caller = caller.f_back.f_back  # the caller of a method in Python
         if caller.f_code.co_filename.startswith(record.not_the_users()):
             return function(*args, **(kwargs or {}))
-        devices = [str(x) for x in given if isinstance(x, (str, torch.device))]
-        cpu = name == "cpu" or "cpu" in devices
+        cpu = name == "cpu" or "cpu" in [x for x in given if isinstance(x, str)]
         waits = name in READS.split() or name == "to" and cpu
         if name == "__getitem__":  # a mask waits; other indices do not
             waits = getattr(given[1], "dtype", None) == torch.bool
@@ -346,6 +345,9 @@ class Run:
                 else:
                     self.paused.wait(60)
                 yield self
+            except threading.BrokenBarrierError:
+                late = f"{self.when}the script does not reach step {self.pause + 1}"
+                raise Wrong(late) from None
             except Wrong as wrong:
                 raise Wrong(f"{self.when}{wrong}") from None
 
