@@ -237,7 +237,7 @@ def clip_order(job):
         elif last["norm"] and any(last["before"]) and changed(last["before"], one.used):
             text, level = "gradients change after they are clipped", RISK
         elif len(places) == 1 < len(one.clips) == len(one.passes) and first["before"]:
-            text, level = f"each of {len(one.clips)} passes clips the gradients", RISK
+            text, level = f"gradients are clipped {len(one.clips)} times", RISK
         else:
             continue
         yield Breach(f"in step {one.step + 1}, {text}", last["place"], level=level)

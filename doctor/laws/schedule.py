@@ -102,7 +102,7 @@ def learning_rates_differ(job):
         if len({one["scale"] for x in row for one in x.passes[-1:]}) > 1:
             apart.add(row[0].step)
     steps = [row for row in job.rows(Step) if len({x.which for x in row}) == 1]
-    steps = [row for row in steps if row[0].watched and row[0].step not in apart]
+    steps = [x for x in steps if x[0].step not in apart and (x[0].watched or not apart)]
     for row in need(steps, "no step can be compared"):
         if any(one.rates != row[0].rates for one in row):
             rates = ", ".join(f"{one.rates[0]:.4g}" for one in row)
