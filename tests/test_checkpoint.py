@@ -162,8 +162,9 @@ def test_another_recipe_is_refused(tmp_path):
     ):
         with pytest.raises(UserError, match=message) if message else nullcontext():
             resumed(tmp_path / "run", *flags.split())
-    run = resumed(tmp_path / "b/run", "--evaluate")
-    assert run.objects["state_dict"].transform_input  # GoogLeNet uses it
+    for pretrained, folder in enumerate(("run", "b/run")):
+        run = resumed(tmp_path / folder, "--evaluate")  # GoogLeNet uses transform_input
+        assert run.objects["state_dict"].transform_input == bool(pretrained)
     free = "data synthetic output resume evaluate workers print_interval compile save_minutes accumulate epochs"
     assert {*vars(run.args)} - run.recipe.keys() == {*free.split()}
     with pytest.raises(UserError, match="with classes = 3, now it is 4"):
