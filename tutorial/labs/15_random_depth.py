@@ -7,6 +7,7 @@ grader: RuntimeError: Expected to have finished reduction in the prior iteration
 checks: weights, shares, steps(size=467), blocks
 doctor: ends_with_an_error
 lesson: 11_hangs
+processes: 2, 1
 """
 
 import torch

@@ -9,6 +9,7 @@ checks: weights, shares, steps(batch=16),
 doctor: loss_scale
 lesson: 07_accumulation
 path: core
+processes: 2, 1
 """
 
 import torch

@@ -8,6 +8,7 @@ checks: weights, shares, facts(images_at_once=8), steps(batch=16)
 doctor: not_averaged
 lesson: 07_accumulation
 path: core
+processes: 2, 1
 """
 
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""Run broken training scripts in two processes, and print what each run does wrong.
+"""Run broken training scripts in 2, 1 and 4 processes; print what each does wrong.
 
     python -m tutorial.labs.grade 07    # one lab
     python -m tutorial.labs.grade all   # all of them
@@ -19,7 +19,7 @@ from tutorial.labs.lab import FOLDER, Lab, labs
 from tutorial.labs.play import Run, Wrong
 
 LABS = labs()
-TWO = "machines", "another_run", "resumes"  # for two processes
+ONCE = "machines", "another_run", "resumes", "old_file"  # they start other runs
 
 
 def lab_of(script: Path) -> Lab | None:
@@ -28,16 +28,19 @@ def lab_of(script: Path) -> Lab | None:
 
 
 def grade(script: Path) -> str | None:
-    """Run a script in two processes, and then in one; return what is wrong, or None."""
+    """Run a script in 2, 1 and 4 processes; return what is wrong, or None."""
     lab, left = lab_of(script), 0
     chosen = lab.checks | {"facts": lab.checks.get("facts", {})}
     counted = Exception if lab.number == "capstone" else ()  # but not described
     try:
-        for size, when in (2, ""), (1, "with one process, "):
+        for size in map(int, lab.processes.split(", ")):
+            when = {1: "with one process, ", 2: ""}.get(
+                size, f"with {size} processes, "
+            )
             with Run(script, size=size, when=when).started() as run:
                 for name, options in chosen.items():
                     try:
-                        if size == 2 or name not in TWO:
+                        if size == 2 or name not in ONCE:
                             getattr(checks, f"check_{name}")(run, **options)
                     except counted:
                         left += 1

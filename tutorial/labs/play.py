@@ -107,8 +107,9 @@ class Watch(Watcher):
         wrap(nn.init, "kaiming_uniform_", self.start)
         wrap(torch, "save", self.save)
         sys.addaudithook(self.audit)
-        for name in ("send", "recv", "isend", "irecv"):
-            wrap(dist, name, partial(Moments.here.collect, name))
+        names = [(dist, name) for name in ("send", "recv", "isend", "irecv")]
+        for owner, name in (*names, (dist.Store, "get")):
+            wrap(owner, name, partial(Moments.here.collect, name))
 
     def on_collective(self, name, args, options, place) -> None:
         self.last.collectives += 1
@@ -316,7 +317,7 @@ class Run:
     files: Path | None = None  # working directory; None: a new one, deleted at the end
     size: int = 2
     when: str = ""  # the block's messages begin with it
-    more: dict[str, str] = field(default_factory=dict)  # environment variables
+    machines: int = 1  # among which the processes are divided, as by torchrun
     pause: int | None = None  # after this many steps, the processes wait to be killed
     processes: list = field(default_factory=list)
     ranks: list[Rank] = field(default_factory=list)
@@ -331,12 +332,15 @@ class Run:
             needs = "import horovod" in self.script.read_text()
             places = horovod(self.size, stack) if needs else [{}] * self.size
             common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
-            common |= {"WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(self.size)}
             common |= {"DOCTOR_FOLDER": str(self.records)}
+            local = self.size // self.machines
+            sizes = {"WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": local}
+            sizes |= {"GROUP_WORLD_SIZE": self.machines}
             stack.callback(self.kill)
             for rank, place in enumerate(places):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **place, **self.more}
-                task = self, common | own
+                own = {"RANK": rank, "LOCAL_RANK": rank % local}
+                own |= {"GROUP_RANK": rank // local, **sizes}
+                task = self, common | {name: str(x) for name, x in own.items()} | place
                 self.processes.append(FORK.Process(target=be_rank, args=task))
                 self.processes[rank].start()
             try:
