@@ -211,6 +211,7 @@ def examine(job: Job) -> Report:
             verdict.doubts += [str(reason)] * isinstance(reason, Doubt)
         except Exception as error:  # the other checks' findings still count
             verdict.not_judged[own.name] = f"doctor's own error: {error!r}"
+            verdict.doubts.append(verdict.not_judged[own.name])
         broken = any(one.level in (WRONG, RISK) for one in found)
         if cause := sorted(named[one] for one in named.keys() & own.causes):
             report.effects += [(one, cause[0]) for one in found]

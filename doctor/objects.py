@@ -91,19 +91,20 @@ def used_by(kind: type) -> set[str]:
     return {*names}
 
 
-def nested(value, key: str, depth: int) -> Iterator[tuple]:
-    """Yield (key, tensor) for a float tensor or array, or for each in a container."""
+def nested(value, key: str, depth: int, least: int = 8) -> Iterator[tuple]:
+    """Yield (key, tensor) for float tensors or arrays of `least` elements or more."""
     if type(value) is torch.Tensor:
-        if value.is_floating_point() and not value.requires_grad and value.numel() > 7:
+        size = 0 if value.requires_grad else value.numel()
+        if value.is_floating_point() and size >= least:
             yield key, value
     elif type(value).__name__ == "ndarray":
-        if value.dtype.str in ("<f4", "<f8") and 7 < value.size <= LARGE:
+        if value.dtype.str in ("<f4", "<f8") and least <= value.size <= LARGE:
             yield key, torch.from_numpy(value.copy())
     elif depth and isinstance(value, (dict, list, tuple)) and len(value) <= MOST:
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         for name, one in [*pairs]:
             if not isinstance(one, (int, float, str)):
-                yield from nested(one, f"{key}[{name!r}]", depth - 1)
+                yield from nested(one, f"{key}[{name!r}]", depth - 1, least)
 
 
 def is_users(kind: type) -> bool:

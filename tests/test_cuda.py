@@ -21,11 +21,15 @@ import common.model
 FLAGS = "-b 16 --epochs 1 --max-steps 3 --image-size 32 --warmup-epochs 0 --print-interval 2"
 PRECISION = {1: "bf16", 2: "fp32", 4: "fp16"}  # processes: precision
 HOROVOD = "import horovod.torch as hvd, sys, test_cuda; hvd.nccl_built = lambda: True;"
-HOROVOD += "test_cuda.train(test_cuda.alone(), *sys.argv[1:5], sys.argv[5:])"
+HOROVOD += "test_cuda.train({}, *sys.argv[1:5], sys.argv[5:])"
 
 
 def train(place: dict, gpus, folder, script: str, net: str, flags: list) -> None:
     """Run a script as a launcher would, with the variables in `place`."""
+    if os.environ.get("HOROVOD_SIZE") == "2":  # as with a machine for each process
+        own = {"LOCAL_RANK": "0", "LOCAL_SIZE": "1", "CROSS_SIZE": "2"}
+        own["CROSS_RANK"] = os.environ["HOROVOD_RANK"]
+        place = {f"HOROVOD_{name}": value for name, value in own.items()}
     os.environ.update(place)
     if "EMPTY_APEX" in place:
         amp = SimpleNamespace(initialize=lambda *both, opt_level: both)
@@ -46,13 +50,6 @@ def places(world_size: int, machines: int) -> list[dict]:
     job = "127.0.0.1", free_port(), world_size, world_size // machines
     ranks = [(*job, rank, rank // machines) for rank in range(world_size)]
     return [dict(zip(names.split(), map(str, rank), strict=True)) for rank in ranks]
-
-
-def alone() -> dict:
-    """Return Horovod's variables of a process that has a machine of its own, as 2 ranks do."""
-    rank, size = os.environ["HOROVOD_RANK"], os.environ["HOROVOD_SIZE"]
-    own = {"LOCAL_RANK": "0", "LOCAL_SIZE": "1", "CROSS_RANK": rank, "CROSS_SIZE": size}
-    return {f"HOROVOD_{name}": x for name, x in own.items() if size == "2"}
 
 
 def start(folder, script, gpus, processes, net="norm", status=0):
@@ -171,14 +168,13 @@ def test_horovod(world_size, digits, on_the_cpu, tmp_path):
     """Two processes have a machine each; four add up gradients in a different order from DDP."""
     flags = flags_of(digits, tmp_path / "run", "--precision", PRECISION[world_size])
     words = ("horovodrun", "--gloo", "-np", world_size, sys.executable, "-c", HOROVOD)
-    gpus = world_size if world_size > 2 else 1
-    words += (gpus, tmp_path, "horovod_distributed", "norm", *flags, "-j", 0)
+    words += (world_size, tmp_path, "horovod_distributed", "norm", *flags, "-j", 0)
     ended = run(*words, timeout=240, PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
     assert ended.returncode == 0, ended.stderr
     check_numbers(tmp_path / "run", on_the_cpu(world_size), world_size < 4)
     assert len(calls_in(tmp_path)) == world_size
     for number, one in enumerate(calls_in(tmp_path)):
-        gpu = number % gpus
+        gpu = number * (world_size > 2)
         check_launch(one, gpu)
         check_training(one, gpu, PRECISION[world_size])
 

@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 from ranks import Ranks, parse, train_unlike
-from torch.utils.data import TensorDataset, WeightedRandomSampler
+from torch.utils.data import RandomSampler, TensorDataset, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 from torchvision import datasets
 
@@ -132,6 +132,15 @@ def test_all_libraries_draw_by_the_key():
     drawn = [draw(*key) for key in keys]
     assert drawn == [draw(*key) for key in keys]
     assert all(len(set(library)) == 5 for library in zip(*drawn, strict=True))
+
+
+def test_a_random_sampler_draws_anew_for_each_epoch_and_rank():
+    drawn = []
+    for epoch, rank in ((0, 0), (1, 0), (0, 1), (0, 0)):
+        sampler = EpochSampler(RandomSampler(range(99)), 0, rank, 2)
+        sampler.set_epoch(epoch)
+        drawn.append(tuple(index for *_, index in sampler))
+    assert len({*drawn}) == 3 and drawn[3] == drawn[0]
 
 
 IMAGE = torch.zeros(3, 4, 4, dtype=torch.uint8)

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, run
-from test_doctor_steps import event, judged, known, law, made, one_pass, written
+from test_doctor_steps import event, judged, known, law, one_pass, written
 from torch.utils.data import DataLoader, TensorDataset
 
 from doctor.draws import Drawn, Made, Order, Own, shuffled
@@ -24,7 +24,7 @@ from doctor.job import Job, Process, read
 from doctor.laws.losses import Term
 from doctor.laws.meeting import IMPORTS, Call, gradient, hangs
 from doctor.laws.passes import Update
-from doctor.laws.places import Places, cannot_join, mixed_gradients
+from doctor.laws.places import Places, cannot_join
 from doctor.laws.printed import OTHER
 from doctor.laws.randomness import Draw, Seed
 from doctor.laws.ranks import Facts, Measured
@@ -684,18 +684,6 @@ def test_a_share_of_repeated_samples_is_named():
     wrong = [line(f"acc {n / 232:.4f}") for n in (211, 187)]
     assert named(report([one, *wrong], steps=0)) == {"wrong_number"}
     assert not named(report([one, line(f"acc {211 / 200:.4f}")], steps=0))
-
-
-def test_gradients_of_other_weights_are_named():
-    def mixed(*ranks):
-        events, own = [], {"names": ["a", "b"], "each": 8, "passes": [one_pass()]}
-        for names in ranks:
-            used = [sum(map(ord, x)) * 10.0 + n for x in names for n in range(8)]
-            events.append([event(Update, k, **own, used=used) for k in range(4)])
-        return [*mixed_gradients.function(made(*events))]
-
-    assert not mixed("ab", "ab") and not mixed("ab", "ac")
-    assert "rank 0 uses for b" in mixed("ab", "ba")[0].what
 
 
 def test_gradients_are_no_sums(monkeypatch):

@@ -795,6 +795,8 @@ def test_what_ranks_may_have_of_their_own():
         (lambda rank: [], {"weights_differ"}),
         (lambda rank: [event(Call, inside=["body"])], {"weights_differ"}),
         (lambda rank: [event(Call, inside=["head"])], set()),
+        (lambda rank: [event(Saved, path=f"{rank}", names=["head"])], set()),
+        (lambda rank: [event(Saved, path="a", names=["head"])], {"weights_differ"}),
         (lambda rank: [event(Step, which=rank, rates=[0.1])], set()),
         (lambda rank: [event(Step, which=rank, rates=[0.1]), event(Sends)], set()),
         (lambda rank: [event(Wraps, 0)], {"weights_differ"}),
@@ -895,6 +897,16 @@ def test_arrays_that_a_resume_does_not_restore(now, later, wanted):
     found += [event(Opened, path="a.pt"), event(Restored, 19, what="optimizer")]
     found.sort(key=lambda one: one.time)
     assert law(judged(found, []), 8) == wanted
+
+
+@pytest.mark.parametrize("now, n, broken", [(0.5, 9, 0), (0.0, 9, 1), (0.7, 1, 1)])
+def test_statistics_that_a_resume_does_not_restore(now, n, broken):
+    own = {"path": "a", "mark": 7, "networks": {"Net": [{"w": (True, [1.0])}]}}
+    found = [event(Opened, path="a"), event(Restored, 19, what="optimizer")]
+    for step, moment, x, count in ((5, "saved", 0.5, 9), (20, "loaded", now, n)):
+        more = {"arrays": {"Norm.mean": [[x, x**2]]}, "counts": {"Norm.n": [count]}}
+        found.append(event(Kept, step, moment=moment, **own, **more))
+    assert law(judged(found, []), 8) == ("broken" if broken else "held")
 
 
 def test_preprocessing_that_each_rank_fits():

@@ -1,9 +1,7 @@
 """The five scripts differ only in their regions."""
 
 import re
-import shutil
 
-import pytest
 from conftest import ROOT
 
 from scripts import sync_scripts
@@ -29,19 +27,3 @@ def test_five_scripts_differ_in_eight_regions_only():
         for region in sync_scripts.REGIONS:
             opening, *inside, _ = regions[region]
             assert "".join(inside).strip() or "] " in opening, (name, region)
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_changed_shared_line_is_seen_and_copied_from_the_base(name, tmp_path, capsys):
-    for script in SCRIPTS:
-        shutil.copy(ROOT / script, tmp_path)
-    script = tmp_path / name
-    original = script.read_text()
-    script.write_text(original.replace("model.train()", "model.train(True)"))
-    sync_scripts.main(tmp_path)
-    updated = capsys.readouterr().out.splitlines()
-    assert (f"{name} updated" in updated) == (name != sync_scripts.BASE)
-    assert (script.read_text() == original) == (name != sync_scripts.BASE)
-    texts = [(tmp_path / script).read_text() for script in SCRIPTS]
-    parts = [sync_scripts.split(*pair) for pair in zip(texts, SCRIPTS, strict=True)]
-    assert len({"".join(shared) for shared, _ in parts}) == 1

@@ -50,10 +50,11 @@ LONG = {**FIRST, "epochs": 61, "batch": 4, "max_steps": 1}
 LONG_COSINE = {**LONG, "epochs": 33, "schedule": "cosine", "warmup_epochs": 2, "lr": 1}
 # Cases for any number of processes, with loader processes
 MANY = {**FIRST, "batch": 12, "epochs": 6, "lr": 2, "warmup_epochs": 1}
+WARM_UP = {"epochs": 1, "warmup_epochs": 1, "schedule": "cosine"}  # and nothing else
 CASES = {  # the network, and the flags that differ from the defaults
     "the default recipe": ("small", LONG),
     "the cosine": ("small", LONG_COSINE),
-    "images of 224": ("small", {**FIRST, "image_size": 224, "epochs": 1}),
+    "images of 224": ("small", {**FIRST, "image_size": 224, **WARM_UP}),
     "all flags": ("drop", OTHER),
     "fp16": ("loud", {**FIRST, **FP16}),
     "bf16": ("norm", {**FIRST, **BF16}),

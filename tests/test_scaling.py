@@ -4,7 +4,6 @@ import pytest
 import torch.distributed as dist
 import torchvision
 
-from benchmarks import scaling
 from benchmarks.scaling_model import MIB, Cluster, Link, buckets
 
 
@@ -32,11 +31,3 @@ def test_buckets_are_those_of_ddp():
         given = parameters[::-1], limits, [False] * len(parameters)
         assigned, _ = dist._compute_bucket_assignment_by_size(*given)
         assert buckets(sum(4 * one.numel() for one in parameters)) == len(assigned)
-
-
-def test_a_table_for_your_own_gpus(capsys):
-    flags = "--step-milliseconds 100 --parameters 25e6 --gpus-per-host 4"
-    scaling.print_table(scaling.arguments(f"{flags} --network-gigabits 80".split()))
-    lines = capsys.readouterr().out.splitlines()[2:]
-    counts = [int(line.split()[0]) for line in lines]
-    assert counts == [1, *(4 * 2**power for power in range(9))]

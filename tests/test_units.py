@@ -269,17 +269,6 @@ def test_a_first_step_that_overflows_warns_of_nothing():
         build_scheduler(parse(*X, "--precision", "fp16"), optimizer, 10).step()
 
 
-def test_a_run_may_consist_of_warm_up_only():
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
-    args = parse(*X, "--schedule", "cosine", "--epochs", "1", "--warmup-epochs", "1")
-    scheduler, rates = build_scheduler(args, optimizer, 2), []
-    for _ in range(2):
-        rates += scheduler.get_last_lr()
-        optimizer.step()
-        scheduler.step()  # the last call computes a rate that no step uses
-    assert rates == [0.05, 0.1]
-
-
 def test_a_model_that_cannot_be_built_is_one_line(monkeypatch):
     offline = Mock(side_effect=OSError("no network"))
     monkeypatch.setattr(WeightsEnum, "get_state_dict", offline)

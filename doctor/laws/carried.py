@@ -22,7 +22,7 @@ from .replicas import listed
 from .resume import Restored, not_restored
 
 MOST, TENSORS = 8, 300  # limits: objects of a class; arrays, or weights of a network
-METER = re.compile("meter|timer|speed|throughput|log|monitor|profil|progress", re.I)
+METER = re.compile("meter|metric|timer|speed|through|log|monitor|profil|progr", re.I)
 WEIGHTS = "Save all trained weights, and load them with strict=True."
 
 
@@ -120,7 +120,7 @@ class Carried(Watcher):
 
     def arrays(self) -> dict[str, list[list[float]]]:
         """Return {name: a few numbers of each} for arrays in the script's objects."""
-        found, own = {}, [(name, nested(x, "", 1)) for name, x in self.fields()]
+        found, own = {}, [(name, nested(x, "", 1, 2)) for name, x in self.fields()]
         own = [(name + key, x) for name, pairs in own for key, x in pairs]
         rows = numbers([one for _, one in own[:TENSORS]])
         for (name, _), few in zip(own, rows, strict=False):
@@ -218,17 +218,23 @@ def lost(saved: Kept, now: Kept) -> Iterator[tuple[str, str]]:
 
 def reset(saves: list[Kept], events: list[Event], now: Kept) -> Iterator[str]:
     """Yield a text if arrays of objects, which last longer than an epoch, are lost."""
-    found, last = [], saves[-1].arrays
+    found, last, counts = [], saves[-1].arrays, saves[-1].counts
+    loop = not any(isinstance(one, Epoch) for one in events)
+    fewer = {x for x in counts if 4 * now.counts.get(x, counts[x])[0] < counts[x][0]}
+    fewer = {name.partition(".")[0] for name in fewer}
     after = [one.arrays for one in events if isinstance(one, Kept)]
     for name in last.keys() & now.arrays.keys():
         values = [x.arrays.get(name, [()])[0] for x in saves] + now.arrays[name]
-        later = [x[name][0] for x in after if name in x]
         single = {len(last[name]), len(now.arrays[name]), *map(len, values)}
-        if len(single) == 2 and 1 in single and len(saves) > 1:
-            stays = all(any(near(x, y) for y in values[:-1]) for x in later)
-            changes = not near(values[0], values[-2])
-            if stays and later and changes and not near(values[-2], values[-1]):
-                found.append(name)
+        if len(single) != 2 or 1 not in single or near(*values[-2:]):
+            continue
+        later = [x[name][0] for x in after if name in x]
+        stays = bool(later) and all(any(near(x, y) for y in values[:-1]) for x in later)
+        new = len({*values[-1]}) == 1 or name.partition(".")[0] in fewer
+        if loop and new and not METER.search(name):
+            stays |= any(x % 1 for x in values[-2])
+        if stays and (len(saves) == 1 or not near(values[0], values[-2])):
+            found.append(name)
     if found:
         yield f"{listed(sorted(found))} are not those of the save"
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 import threading
+from collections.abc import Iterable
 
 from ..event import Event
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, check, need, several
@@ -34,6 +35,7 @@ class Saved(Event, limit=200):
     overwrites: bool  # the file existed, and this process had written it
     others: int  # number of this process's older files with weights that still exist
     place: str
+    names: list[str] = ()  # trained weights whose values are in the file
 
 
 class Cut(Event, limit=200):
@@ -160,8 +162,10 @@ class Checkpoints(Watcher):
         top = obj.values() if isinstance(obj, dict) else obj
         integers = [x for x in top if torch.is_tensor(x) and not x.is_floating_point()]
         held = has(obj, "param_groups") or any(self.keys & x.keys() for x in found)
+        live = [x for _, y in [*Moments.here.known.values()] if (x := y()) is not None]
         return {
             "whole": len(pairs.keys() & known.keys()),
+            "names": within({Moments.here.name(x): x for x in live}, tensors),
             "missing": missing[:9],
             "taken": taken,
             "live": any(x.data_ptr() in own for x, mark in marks if not mark),
@@ -188,12 +192,16 @@ def cut(obj) -> list[str]:
     found = {bare(name): x for name, x in pairs if bare(name) in known}
     shapes = {name: getattr(local(x), "shape", None) for name, x in found.items()}
     named = [name for name in found if shapes[name] == local(known[name]).shape]
-    saved = [local(one) for one in leaves(obj)]
+    return named or within(known, leaves(obj))
+
+
+def within(weights: dict, tensors: Iterable) -> list[str]:
+    """Return the names of weights whose (shards') values are among the tensors."""
+    saved, own = [*map(local, tensors)], {n: local(x) for n, x in weights.items()}
     rows = zip([x.shape for x in saved], numbers(saved), strict=True)
     there = {(shape, *row) for shape, row in rows if len({*row}) > 3}
-    own = zip(known.items(), numbers([local(x) for x in known.values()]), strict=True)
-    alike = [n for (n, x), row in own if (local(x).shape, *row) in there]
-    return named or alike
+    rows = zip(own.items(), numbers([*own.values()]), strict=True)
+    return [name for (name, x), row in rows if (x.shape, *row) in there]
 
 
 def path_of(file) -> str | None:
@@ -275,7 +283,8 @@ def no_optimizer(job):
         if any(x.live or x.taken is not None for x in own):
             raise Doubt(f"{base(path)} has tensors that may have changed since")
         missing = [name for name in one.has if name not in one.holds]
-        if missing and (one.counts or one.holds) and not complete:
+        counts = one.counts and one.whole
+        if missing and (counts or one.holds) and not complete:
             what = f"{base(path)} lacks the state of the {' and the '.join(missing)}"
             yield Breach(what, one.place)
         elif one.whole:

@@ -11,10 +11,7 @@ from ..law import RISK, WRONG, Breach, check, need
 from ..moments import Step
 from ..record import place, recorder, torch, wrap
 from ..watcher import Watcher
-from .gradient import not_averaged
 from .meeting import EFFECTS, LAW, batch_counts_differ, collectives_differ, errors
-from .passes import Update
-from .replicas import weights_drift
 
 SPAWNED = "spawn_main" in str(sys.orig_argv)  # its parent may have chosen the port
 PORT = "" if SPAWNED else os.environ.get("MASTER_PORT", "")
@@ -47,29 +44,6 @@ class Places(Watcher):
 
 
 EFFECTS = *EFFECTS, collectives_differ, batch_counts_differ
-
-
-@check(LAW, WRONG, causes=[collectives_differ], effects=[not_averaged, weights_drift])
-def mixed_gradients(job):
-    """The ranks average together gradients that belong to different weights.
-
-    Use the same order on all ranks, such as sorted(names): a set has no order.
-    """
-    found, example, rows = set(), "", job.rows(Update)
-    for row in rows:
-        lists = [[tuple(x.part(x.used, n)) for n in range(len(x.names))] for x in row]
-        first, *others = lists
-        own = {values: n for n, values in enumerate(first)}
-        for other, parts in zip(row[1:], others, strict=True):
-            for n, values in enumerate(parts[: len(first)]):
-                m = own.get(values, n)
-                if m != n and any(values[1:]) and values != first[n]:
-                    found.add(other.step)
-                    text = f"rank 0 uses for {row[0].names[m]} the gradient that rank "
-                    example = example or f"{text}{other.rank} uses for {other.names[n]}"
-    if len(found) > 1:
-        text = f"in {len(found)} of {len(rows)} steps, {example}"
-        yield Breach(text, rows[0][0].passes[-1]["place"])
 
 
 @check(LAW, WRONG, effects=EFFECTS, read="docs/convert.md")

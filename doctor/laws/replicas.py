@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from itertools import pairwise, zip_longest
@@ -74,7 +75,7 @@ def first(
     """
     for row in rows:
         found, count = differing(row, tolerance)
-        found = [name for name in found if name.rpartition(" of ")[2] not in parts]
+        found = [x for x in found if not {x, x.partition(" of ")[2]} & {*parts}]
         if found:
             text = f"{len(found)} of {count} {what} differ between the ranks"
             return row, f"{text}: {listed(found)}", found
@@ -93,12 +94,17 @@ def equal_steps(job: Job, after: int) -> list[int]:
 def parts_of_layers(job: Job) -> set[str]:
     """Return weights that may be each rank's part of a layer, as of a sharded head.
 
-    They differ at the start, others do not, and their module calls a collective.
+    They differ at the start, others do not, and their module calls a collective, or
+    each rank saves them, without the others, in a file of its own.
     """
     for row in states_of(job, "step", "weights")[:1]:
         found, count = differing(row)
         inside = [{*one.inside} for one in job.of(Call)]
         inside = [own for own in inside if 2 * len(own & {*found}) >= len(own)]
+        files = [{x.path: {*x.names} for x in own.of(Saved)} for own in job.processes]
+        paths = Counter(path for own in files for path in own)
+        apart = [[x for path, x in own.items() if paths[path] == 1] for own in files]
+        inside += [{*found}] * all({*found} in own for own in apart)
         if len(found) < count and {*found} <= set().union(*inside):
             return {*found}
     return set()
@@ -190,7 +196,7 @@ def weights_drift(job):
     yield text + "; so are " * bool(also) + " and ".join(also)
     late_network(job)
     if parts:
-        text = "may be each rank's part of a layer that calls a collective"
+        text = "may be each rank's part of a layer"
         raise Doubt(f"{listed(sorted(parts))} {text}")
 
 

@@ -7,6 +7,7 @@ from statistics import fmean, median
 from ..event import Event
 from ..job import Process
 from ..law import SLOW, Breach, Law, check, need
+from ..loaders import Loaders
 from ..moments import Moments
 from ..record import recorder, torch, wrap
 from ..watcher import Watcher
@@ -75,7 +76,9 @@ class Clock(Watcher):
             self.size += sum(one.numel() for one in inputs)
 
     def on_output(self, network, outputs, batch) -> None:
-        part = "forward" if torch.is_grad_enabled() else "validation"
+        current = Loaders.here.current  # None: such as actions that the network chooses
+        trains = torch.is_grad_enabled() or current is None or current.steps
+        part = "forward" if trains else "validation"
         self.add(part, time.perf_counter() - self.forward)
         inner = getattr(network, "_orig_mod", network)
         inner = getattr(inner, "module", inner)
