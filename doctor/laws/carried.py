@@ -22,7 +22,7 @@ from .replicas import listed
 from .resume import Restored, not_restored
 
 MOST, TENSORS = 8, 300  # limits: objects of a class; arrays, or weights of a network
-METER = re.compile("meter|metric|timer|speed|through|log|monitor|profil|progr", re.I)
+METER = re.compile("meter|timer|speed|throughput|log|monitor|profil|progress", re.I)
 WEIGHTS = "Save all trained weights, and load them with strict=True."
 
 
@@ -220,8 +220,8 @@ def reset(saves: list[Kept], events: list[Event], now: Kept) -> Iterator[str]:
     """Yield a text if arrays of objects, which last longer than an epoch, are lost."""
     found, last, counts = [], saves[-1].arrays, saves[-1].counts
     loop = not any(isinstance(one, Epoch) for one in events)
-    fewer = {x for x in counts if 4 * now.counts.get(x, counts[x])[0] < counts[x][0]}
-    fewer = {name.partition(".")[0] for name in fewer}
+    pairs = {x: (now.counts.get(x, own)[0], own[0]) for x, own in counts.items()}
+    fewer = {x.partition(".")[0] for x, (a, b) in pairs.items() if 0 <= 4 * a < b}
     after = [one.arrays for one in events if isinstance(one, Kept)]
     for name in last.keys() & now.arrays.keys():
         values = [x.arrays.get(name, [()])[0] for x in saves] + now.arrays[name]
@@ -231,8 +231,8 @@ def reset(saves: list[Kept], events: list[Event], now: Kept) -> Iterator[str]:
         later = [x[name][0] for x in after if name in x]
         stays = bool(later) and all(any(near(x, y) for y in values[:-1]) for x in later)
         new = len({*values[-1]}) == 1 or name.partition(".")[0] in fewer
-        if loop and new and not METER.search(name):
-            stays |= any(x % 1 for x in values[-2])
+        if loop and new and not later and re.search("mean|var|std|norm", name, re.I):
+            stays = any(x % 1 for x in values[-2])
         if stays and (len(saves) == 1 or not near(values[0], values[-2])):
             found.append(name)
     if found:

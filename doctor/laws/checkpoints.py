@@ -199,7 +199,7 @@ def within(weights: dict, tensors: Iterable) -> list[str]:
     """Return the names of weights whose (shards') values are among the tensors."""
     saved, own = [*map(local, tensors)], {n: local(x) for n, x in weights.items()}
     rows = zip([x.shape for x in saved], numbers(saved), strict=True)
-    there = {(shape, *row) for shape, row in rows if len({*row}) > 3}
+    there = {(shape, *row) for shape, row in rows if len({*row}) > 1}
     rows = zip(own.items(), numbers([*own.values()]), strict=True)
     return [name for (name, x), row in rows if (x.shape, *row) in there]
 
@@ -283,8 +283,7 @@ def no_optimizer(job):
         if any(x.live or x.taken is not None for x in own):
             raise Doubt(f"{base(path)} has tensors that may have changed since")
         missing = [name for name in one.has if name not in one.holds]
-        counts = one.counts and one.whole
-        if missing and (counts or one.holds) and not complete:
+        if missing and ((one.counts and one.whole) or one.holds) and not complete:
             what = f"{base(path)} lacks the state of the {' and the '.join(missing)}"
             yield Breach(what, one.place)
         elif one.whole:

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from functools import cache
-from itertools import pairwise, zip_longest
+from itertools import chain, pairwise, zip_longest
 from operator import ne
 from statistics import median
 
@@ -95,7 +95,7 @@ def parts_of_layers(job: Job) -> set[str]:
     """Return weights that may be each rank's part of a layer, as of a sharded head.
 
     They differ at the start, others do not, and their module calls a collective, or
-    each rank saves them, without the others, in a file of its own.
+    each rank saves these, but not all weights, in a file of its own.
     """
     for row in states_of(job, "step", "weights")[:1]:
         found, count = differing(row)
@@ -104,7 +104,9 @@ def parts_of_layers(job: Job) -> set[str]:
         files = [{x.path: {*x.names} for x in own.of(Saved)} for own in job.processes]
         paths = Counter(path for own in files for path in own)
         apart = [[x for path, x in own.items() if paths[path] == 1] for own in files]
-        inside += [{*found}] * all({*found} in own for own in apart)
+        apart = [[x for x in own if {*found} <= x and len(x) < count] for own in apart]
+        if found and all(apart):  # each rank has such a file
+            return set().union(*chain(*apart))
         if len(found) < count and {*found} <= set().union(*inside):
             return {*found}
     return set()

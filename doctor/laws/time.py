@@ -7,7 +7,6 @@ from statistics import fmean, median
 from ..event import Event
 from ..job import Process
 from ..law import SLOW, Breach, Law, check, need
-from ..loaders import Loaders
 from ..moments import Moments
 from ..record import recorder, torch, wrap
 from ..watcher import Watcher
@@ -76,9 +75,9 @@ class Clock(Watcher):
             self.size += sum(one.numel() for one in inputs)
 
     def on_output(self, network, outputs, batch) -> None:
-        current = Loaders.here.current  # None: such as actions that the network chooses
-        trains = torch.is_grad_enabled() or current is None or current.steps
-        part = "forward" if trains else "validation"
+        bare = not (network.training or torch.is_grad_enabled())
+        known, own = Moments.here.known, network.parameters() if bare else ()
+        part = "validation" if any(id(x) in known for x in own) else "forward"
         self.add(part, time.perf_counter() - self.forward)
         inner = getattr(network, "_orig_mod", network)
         inner = getattr(inner, "module", inner)

@@ -1,4 +1,4 @@
-"""Train a network on images minus their mean, which rank 0 computes once.
+"""Train a network on images minus their mean, which rank 0 computes in each run.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/04_centered.py
 

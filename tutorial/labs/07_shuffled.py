@@ -1,4 +1,4 @@
-"""Train a network; in each epoch, two processes shuffle 96 images and divide them.
+"""Train a network; in each epoch, the processes shuffle 96 images and divide them.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/07_shuffled.py
 

@@ -1,4 +1,4 @@
-"""Train a network for three epochs; the images are shuffled in each epoch.
+"""Train a network for three epochs; each shuffles and divides the images anew.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/08_three_epochs.py
 

@@ -1,10 +1,10 @@
-"""Train a network; if the run is killed, the next run continues from checkpoint.pt.
+"""Train a network; after a kill, the next run continues from checkpoint.pt alone.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/23_continued.py
 
 symptom: A resumed run ends up with different weights than an uninterrupted run.
 grader: its final weights are not those of an uninterrupted run
-checks: weights, shares, steps, resumes
+checks: weights, shares, steps, resumes, facts(lost_checkpoints=0)
 doctor: no_optimizer
 lesson: 12_restarts
 path: core

@@ -1,4 +1,4 @@
-"""Train a network with Horovod, and print each epoch's loss over both processes.
+"""Train a network with Horovod, and print each epoch's loss over all processes.
 
 horovodrun -np 2 python tutorial/labs/30_horovod.py
 

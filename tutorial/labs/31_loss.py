@@ -1,4 +1,4 @@
-"""Train a network, and print each epoch's loss, averaged over both processes.
+"""Train a network, and print each epoch's loss, averaged over all processes.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/31_loss.py
 

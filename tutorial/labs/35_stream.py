@@ -1,4 +1,4 @@
-"""Train a network on a stream of images, read by two workers per process.
+"""Train a network on a stream of images; each is read once, by one of two workers.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/35_stream.py
 

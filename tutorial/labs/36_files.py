@@ -1,6 +1,6 @@
 """Train a network on a stream of images from four files of different sizes.
 
-In each epoch, both processes take the same number of steps. Each step uses 8 images per
+In each epoch, all processes take the same number of steps. Each step uses 8 images per
 process, and no image is used twice in an epoch.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/36_files.py

@@ -10,8 +10,8 @@ complete epoch, and ends with the same weights as a run that was never interrupt
 
 symptom: none
 grader: mistakes left: 6
-checks: weights, facts(images_at_once=8), noise, rates, steps(images=16, rate=None),
-  shares, resumes, printed(names=["accuracy"])
+checks: weights, facts(images_at_once=8, lost_checkpoints=0), noise, rates,
+  steps(images=16, rate=None), shares, resumes, printed(names=["accuracy"])
 doctor: -
 lesson: 12_restarts
 """

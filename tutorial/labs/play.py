@@ -69,7 +69,7 @@ class Step(Event):
     images_at_once: int = 0  # in the largest pass, times the number of processes
     dtypes: set[str]  # of the outputs of the linear layers
     lr: float = 0.0
-    scaled: bool = False  # a gradient scaler multiplies the loss
+    scaled: bool = False  # a gradient scaler multiplies the loss and takes the step
     all_reduces_per_step: int = 0  # numbers sent for it, divided by that of weights
     sharded: bool = False  # this process has only a part of the optimizer's state
     workers: int = 0  # most processes that this process has started at a time
@@ -97,18 +97,20 @@ class Watch(Watcher):
 
     def __init__(self):
         self.now, self.last = Step(passes=[], dtypes=set()), Last(waits={}, wrote=set())
-        self.done, self.depth, self.sent = None, 0, 0
+        self.done, self.depth, self.sent, self.scales = None, 0, 0, False
 
     def hooks(self) -> None:
         nn.modules.module.register_module_forward_hook(self.forward)
         optimizers.register_optimizer_step_pre_hook(self.before_step)
         optimizers.register_optimizer_step_post_hook(self.end_step)
-        wrap(torch.amp.GradScaler, "scale", self.scaled)
+        wrap(torch.amp.GradScaler, "scale", self.scale)
+        wrap(torch.amp.GradScaler, "step", self.scaler_step)
         wrap(nn.init, "kaiming_uniform_", self.start)
         wrap(torch, "save", self.save)
         sys.addaudithook(self.audit)
         names = [(dist, name) for name in ("send", "recv", "isend", "irecv")]
-        for owner, name in (*names, (dist.Store, "get")):
+        names += [(dist.Store, "get"), (dist.Store, "multi_get")]
+        for owner, name in names:
             wrap(owner, name, partial(Moments.here.collect, name))
 
     def on_collective(self, name, args, options, place) -> None:
@@ -130,6 +132,8 @@ class Watch(Watcher):
 
     def audit(self, event: str, arguments: tuple) -> None:
         """Count when a checkpoint gets lost, even if only for a moment."""
+        if event == "os.remove" and str(arguments[0]).endswith(".pt"):
+            threading.Event().wait(0.2)  # as a slow disk does
         if event in ("open", "os.remove", "os.rename") and CHECKPOINT.exists():
             path = Path(str(arguments[0]))
             if event == "open" and arguments[2] & os.O_ACCMODE and path.exists():
@@ -137,9 +141,13 @@ class Watch(Watcher):
             moved = event != "open" and path.name == CHECKPOINT.name
             self.last.lost_checkpoints += moved
 
-    def scaled(self, call, scaler, *args, **kwargs):
+    def scale(self, call, scaler, *args, **kwargs):
         scaler.set_growth_interval(7)  # the scale changes during the run
-        self.now.scaled = scaler.get_scale() > 1
+        self.scales = scaler.get_scale() > 1
+        return call(scaler, *args, **kwargs)
+
+    def scaler_step(self, call, scaler, *args, **kwargs):
+        self.now.scaled, self.scales = self.scales, False
         return call(scaler, *args, **kwargs)
 
     def forward(self, layer: nn.Module, inputs: tuple, output: Tensor) -> None:
@@ -236,7 +244,7 @@ class Reads(TorchFunctionMode):
 def be_rank(run: "Run", variables: dict[str, str]) -> None:
     """Run a script as one of its processes, with these environment variables.
 
-    On rank 1, sleep() returns immediately, so it hides no race.
+    On all ranks but 0, sleep() returns immediately, so it hides no race.
     """
     os.setsid()  # a session, so that its child processes are killed, too
     signal.alarm(60)  # the process ends, even if the grader has already ended
@@ -284,7 +292,9 @@ class Rank:
 
     def ending(self, code: int | None) -> str:
         """Return how the process ended or, if its exit code is None, where it waits."""
-        how = "does not end" if code is None else f"ends with exit code {code}"
+        how = f"ends with exit code {code}"
+        if code in (None, -signal.SIGALRM):  # see be_rank()
+            how = "does not end"
         if waits := job.waiting(self.process):
             how = f"is still waiting in {waits.what}()"
         for one in self.process.of(Failed):
