@@ -1,4 +1,4 @@
-"""Train a network for three epochs; each shuffles and divides the images anew.
+"""Train a network for three epochs; each one shuffles and divides the images.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/08_three_epochs.py
 

@@ -346,12 +346,8 @@ def check_export(
                 LR * x.flatten() for x in tree_leaves(content) if torch.is_tensor(x)
             ]
             for one in moved:
-                near = [
-                    torch.allclose(one, x, atol=1e-5)
-                    for x in there
-                    if one.shape == x.shape
-                ]
-                if not any(near):
+                alike = [x for x in there if x.shape == one.shape]
+                if not any(torch.allclose(one, x, atol=1e-5) for x in alike):
                     raise Wrong(f"{file} does not hold the momentum of all weights")
     if norm and not net[1].running_mean.any():
         raise Wrong(f"the means of batch norm in {file} are not those of training")

@@ -34,9 +34,8 @@ def grade(script: Path) -> str | None:
     counted = Exception if lab.number == "capstone" else ()  # but not described
     try:
         for size in map(int, lab.processes.split(", ")):
-            when = {1: "with one process, ", 2: ""}.get(
-                size, f"with {size} processes, "
-            )
+            when = "with one process, " if size == 1 else f"with {size} processes, "
+            when *= size != 2
             with Run(script, size=size, when=when).started() as run:
                 for name, options in chosen.items():
                     try:

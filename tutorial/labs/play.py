@@ -131,7 +131,7 @@ class Watch(Watcher):
         return call(content, file, *args, **kwargs)
 
     def audit(self, event: str, arguments: tuple) -> None:
-        """Count when a checkpoint gets lost, even if only for a moment."""
+        """Count when a checkpoint gets lost, even for a moment; delay deletions."""
         if event == "os.remove" and str(arguments[0]).endswith(".pt"):
             threading.Event().wait(0.2)  # as a slow disk does
         if event in ("open", "os.remove", "os.rename") and CHECKPOINT.exists():
