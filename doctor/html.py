@@ -8,13 +8,11 @@ from .laws.time import Spans
 from .page import conclusion, summary, times, why_not_judged
 
 SHOWN = 6  # number of steps in the timeline
-COMM = "communication"
 PARTS = {  # part of a step: its colours on light and dark pages
     "data": "#b35900, #ffa657",
     "forward": "#2f6fce, #79b8ff",
     "backward": "#1b4f9c, #388bfd",
     "communication": "#b3261e, #ff7b72",
-    "waiting": "#e8a09a, #8e4a47",
     "optimizer": "#2e7d32, #56d364",
     "validation": "#6f42c1, #b392f0",
     "saving": "#00696e, #39c5cf",
@@ -78,27 +76,10 @@ def law(verdict: Verdict) -> str:
     return f"{head}<div>{text}</div></div>"
 
 
-def spans(job: Job) -> dict[int, list[tuple[int, str, float, float]]]:
-    """Return {rank: spans of time, as (step, part, start and end in seconds)}."""
-    shares, rows = {}, {}  # shares of communication beyond the fastest rank's: waiting
-    for row in job.rows(Spans):
-        total = [sum(b - a for part, a, b in x.spans if part == COMM) for x in row]
-        for one, seconds in zip(row, total, strict=True):
-            shares[one.rank, one.step] = 1 - min(total) / seconds if seconds else 0
-    for process in job.processes:
-        row = rows[process.rank] = []
-        for one in process.of(Spans):
-            share = shares.get((process.rank, one.step), 0)
-            for part, start, end in one.spans:
-                met = start + share * (end - start) if part == COMM else start
-                row += [(one.step, "waiting", start, met)] * (part == COMM)
-                row.append((one.step, part, met, end))
-    return rows
-
-
 def timeline(job: Job) -> str:
     """Return a timeline of the last recorded steps, with one row per rank."""
-    rows = spans(job)
+    rows = {process.rank: process.of(Spans) for process in job.processes}
+    rows = {k: [(x.step, *y) for x in own for y in x.spans] for k, own in rows.items()}
     common = set.intersection(*({x[0] for x in row} for row in rows.values()))
     if not common:
         return ""
@@ -123,5 +104,5 @@ def timeline(job: Job) -> str:
     key = "".join(f'<span><i class="{x}"></i>{x}</span>' for x in PARTS)
     return f"""<h2>Steps {steps[0] + 1} to {steps[-1] + 1}</h2>{text}
 <div class="key">{key}</div><p>{1000 * (end - start):.0f} ms in total; a dashed line
-marks the start of each step. Waiting is the time by which a rank's communication takes
-longer than the fastest rank's. Gaps are other work of the script.</p>"""
+marks the start of each step. Communication includes the time in which a rank waits for
+others. Gaps are other work of the script.</p>"""

@@ -19,7 +19,7 @@ from test_doctor_steps import event, judged, known, law, one_pass, written
 from torch.utils.data import DataLoader, TensorDataset
 
 from doctor.draws import Drawn, Made, Order, Own, shuffled
-from doctor.event import KINDS, Exit, Failed, Joins, Waits
+from doctor.event import Exit, Failed, Joins, Waits
 from doctor.job import Job, Process, read
 from doctor.laws.losses import Term
 from doctor.laws.meeting import IMPORTS, Call, gradient, hangs
@@ -37,7 +37,6 @@ from doctor.neighbours import Input, Targets
 from doctor.numbers import numbers, results
 from doctor.objects import count_of, indices, variables
 from doctor.reads import Feed
-from doctor.record import PASSES, Recorder
 from doctor.results import Measured as Result
 from doctor.results import Printed, Results, Scored
 from doctor.sample import hashes, positions
@@ -179,10 +178,11 @@ def test_what_networks_get_and_what_is_drawn_for_it():
     for size, wanted in ((12, "broken"), (240, "not judged")):
         alike = drawn(0, size=size, whole=True, permutes=True)
         assert law(report(*(own + alike for own in ranks)), 3) == wanted
-    for distinct, wanted in ((True, "broken"), (False, "not judged")):
-        for one in each(Input, noisy):
-            one.arguments = {2: (one.step, distinct)}
-        assert law(report(*noisy), 3) == wanted
+    for distinct, first in ((True, 0), (True, 9), (True, 15), (False, 0)):
+        for one in each(Input, noisy):  # the same ones from a later step on
+            one.arguments = {2: (one.step if one.step >= first else id(one), distinct)}
+        state = "held" if first > 12 else "broken" if distinct else "not judged"
+        assert law(report(*noisy), 3) == state
     found = report(*[loop([*range(480)]) + drawn(0)] * 2)
     assert {"same_samples", "same_inputs"} <= named(found)
 
@@ -509,22 +509,23 @@ def test_draws_that_are_equal_from_a_later_step_on(count):
 
 
 def test_the_origin_of_equal_states_is_named():
-    """If a resumed run restores rank 0's state on all ranks, the following draws are equal."""
+    """A resumed run restores rank 0's state; Lightning sets a seed, and restores this state."""
 
-    def rank(number):
+    def rank(number, *calls):
         draw = {"where": "forward", "count": 9, "drops": True, "place": "a.py:8"}
-        found = [Seed(generator="torch", call="torch.set_rng_state()", place="a.py:3")]
+        found = [Seed(generator="torch", call=x, place="a.py:3") for x in calls]
         for k in range(20):
             states = {"torch": k if k > 11 else hash((k, number))}
             found.append(event(Draw, k, **draw, states=states, time=k + 1))
         return found
 
-    found = report(rank(0), rank(1))
-    assert named(found) == {"same_random_numbers"}
-    assert "since torch.set_rng_state()" in found.findings[0].what
-    assert found.findings[0].mend.startswith("Save each rank's own state")
-    unknown = report(rank(0)[1:], rank(1)[1:]).findings[0]
-    assert (found.findings[0].place, unknown.place) == ("a.py:3", "a.py:8")
+    for calls in ([], ["torch.set_rng_state()"], ["seed(7)", "torch.set_rng_state()"]):
+        found = report(rank(0, *calls), rank(1, *calls))
+        assert named(found) == {"same_random_numbers"}
+        (one,) = found.findings
+        assert one.place == ("a.py:3" if calls else "a.py:8")
+        assert not calls or f"since {calls[0]} on each rank" in one.what
+        assert one.mend.startswith("Save each rank's own") == (len(calls) == 1)
 
 
 def test_accuracies_and_what_they_belong_to_are_read_from_text():
@@ -571,13 +572,6 @@ def test_top_k_accuracies_of_a_loop(turned, monkeypatch):
     for k, share, wanted in ((3, right, "held"), (2, 1.0, "not"), (4, right, "not")):
         own = [*found, line(f"prec@{k} {share:.4f}", inf)]
         assert law(report(own, steps=0), 7).startswith(wanted)
-
-
-def test_records_of_a_job_without_steps_are_limited():
-    recorder = Recorder()
-    assert recorder.watching and max(one.limit for one in KINDS.values()) <= 10**6
-    recorder.passes = PASSES
-    assert not recorder.watching and not recorder.timing
 
 
 def line(text, time=3.0, step=0):

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 import doctor.laws  # noqa: F401  its checks
 from doctor.event import Exit, Failed, Rank, Start
 from doctor.job import Job, Process
-from doctor.law import CHECKS, Breach, examine
+from doctor.law import CHECKS, examine
 from doctor.laws.alive import LAW as LEARNS
 from doctor.laws.alive import Alive, Weight
 from doctor.laws.carried import Kept
@@ -29,10 +29,11 @@ from doctor.laws.losses import Losses, outer, terms
 from doctor.laws.meeting import Call
 from doctor.laws.modes import Dropped, Mode, Validation
 from doctor.laws.passes import Passes, Update
-from doctor.laws.resume import Begins, Loaded, Restored, Resumed, Resumes
+from doctor.laws.resume import Loaded, Restored, Resumed, Resumes
 from doctor.laws.schedule import Schedule, length
 from doctor.laws.settings import Fitted, fitted
 from doctor.laws.states import Layout, Replicas, State
+from doctor.laws.sums import Searches
 from doctor.laws.time import Spans
 from doctor.loaders import EpochEnd
 from doctor.moments import Moments, Step, Wraps
@@ -40,7 +41,7 @@ from doctor.neighbours import Input
 from doctor.objects import Objects, is_users
 from doctor.page import explanation, page
 from doctor.record import quiet, recorder, wrap
-from doctor.results import Sends
+from doctor.results import Measured, Sends
 
 SAMPLES = [[1.0, -2, 3, 0.5, 7, 2, -1, 4], [2.0, 1, -1, 4, 0.3, -6, 5, 2]]  # gradients
 SAMPLES = torch.tensor(SAMPLES, dtype=torch.float64)
@@ -64,13 +65,8 @@ def made(*ranks, steps=4, **step):
         start = event(Start, parent="a-1", host="a", environment={})
         step |= {"rates": [0.1], "watched": True}
         taken = [event(Step, n, **step) for n in range(steps)]
-        events = (
-            start,
-            Rank(own=rank, world_size=len(ranks)),
-            *own,
-            *taken,
-            Exit(passes=1),
-        )
+        joined = Rank(own=rank, world_size=len(ranks))
+        events = start, joined, *own, *taken, Exit(passes=1)
         events = [replace(one, rank=rank) for one in events]
         processes.append(Process(rank, len(ranks), events))
     return Job(processes, status=0)
@@ -116,9 +112,8 @@ def steps(used, passes=({},), own=({}, {}), **values):
             step = (n + 1) * (used(rank, n) if callable(used) else used)
             row = {"local": [x.tolist() for x in turned], "used": step.tolist()}
             row["passes"] = [one_pass(loss) | one | own[rank] for one in passes]
-            found.append(
-                event(Update, n, **{"names": ["net.weight"], "each": 8} | row | values)
-            )
+            row = {"names": ["net.weight"], "each": 8} | row | values
+            found.append(event(Update, n, **row))
         ranks.append(found)
     return ranks
 
@@ -257,11 +252,6 @@ def test_a_law_is_broken_by_the_effect_of_another_one():
     assert [law(report, n) for n in (4, 5)] == ["broken", "broken"]
 
 
-def test_equal_findings_are_named_once(monkeypatch):
-    monkeypatch.setattr(CHECKS["no_group"], "function", lambda _: map(Breach, "aab"))
-    assert [one.what for one in judged([]).findings] == ["a", "b"]
-
-
 def test_the_advice_on_ddp_and_on_a_prepared_scheduler():
     """One script sets DDP's flag only after forward(); accelerate steps a scheduler per process."""
     passes = {"forwards": [True]}, {"forwards": [False]}
@@ -374,11 +364,11 @@ def test_weights_that_are_nan_at_the_end():
 def test_a_layer_that_is_added_late_is_told_at_the_end(added, monkeypatch):
     network, told, alive = torch.nn.Linear(2, 2), [], Alive()
     monkeypatch.setattr(Moments.here, "networks", {network: True})
-    monkeypatch.setattr(recorder, "step", 60)
+    monkeypatch.setattr(recorder, "step", 59)  # the last one that is timed
     monkeypatch.setattr("doctor.laws.alive.tell", told.append)
     alive.steps.update({id(network.weight): 40, 1: 40} if not added else {1: 40})
     network.weight.grad = torch.ones(2, 2)
-    alive.on_end()
+    alive.after_step(None, [])
     assert told == ["on_summary"] * added
 
 
@@ -511,6 +501,7 @@ def test_an_optimizer_may_have_parts_of_a_networks_weights(moves):
     found = judged(*map(add, part, whole))
     assert named(found) == ({} if moves else {"weights_differ": "WRONG"})
     assert law(found, 4) == ("not judged" if moves else "broken")
+    assert not named(judged(*both(lambda r, n: [1.0 + r + n], **TEACHER)))
 
 
 def test_what_no_optimizer_updates_is_compared():
@@ -647,9 +638,23 @@ def test_tensors_are_matched_by_their_names_and_networks_by_their_tensors():
         assert not named(judged(*ranks))
 
 
+@pytest.mark.parametrize("count, first", [(20, 20), (40, 20), (20, 0)])
+def test_a_search_among_a_ranks_own_samples_is_named(count, first, monkeypatch):
+    """Not if it uses all ranks' samples, or if all ranks validate the same ones."""
+    found, square = written(monkeypatch), torch.rand(count, count)
+    Searches.here.search(torch.argmax, square, 1)  # gradients are enabled
+    with torch.no_grad():
+        Searches.here.search(torch.topk, square[1:], 1)
+        Searches.here.search(torch.topk, square, 1)
+    found, own = [replace(x, step=2) for x in found], {"what": "seen", "after": 2}
+    rows = [event(Measured, guesses=[*range(n, n + 20)], **own) for n in (0, first)]
+    wanted = {"own_matches": "RISK"} if count == first else {}
+    assert len(found) == 1 and named(judged(*([x, *found] for x in rows))) == wanted
+
+
 @pytest.mark.parametrize("other", [1, 2])
 def test_files_and_states_of_two_ranks(other):
-    """All ranks may put equal files in the same place; optimizers of parts get one state."""
+    """All ranks may put equal files in the same place."""
     own = [event(Resumed, 1, path="a.pt", rest=other - 1)]
     found = judged([*own, event(Opened, path="b", saved=True)], own)
     assert not named(found) and law(found, 8) == ("held", "not judged")[other - 1]
@@ -657,15 +662,8 @@ def test_files_and_states_of_two_ranks(other):
     assert ("1 tensors that no load_state_dict()" in told) == (other > 1)
     ranks = [[event(Opened, path="a.pt", saved=True, mark=x)] for x in (1, other)]
     assert named(judged(*ranks)) == ({"several_save": "WRONG"} if other > 1 else {})
-    own = {"what": "optimizer", "mark": 7, "place": "a.py:3"}
-    ranks = [[event(Restored, weights=[f"weight {x}"], **own)] for x in (1, other)]
-    assert named(judged(*ranks)) == ({"one_ranks_state": "RISK"} if other > 1 else {})
-    ranks = [[event(Begins, states=x, place="a.py:3")] for x in (1, 2 - other)]
-    assert named(judged(*ranks)) == ({"not_restored": "RISK"} if other > 1 else {})
-    restored = [event(Restored, 2, what="weights")] * (
-        other - 1
-    )  # or a file is only read
-    ranks = [event(Loaded, 1, place="a.py:3"), *restored], []
+    weights = [event(Restored, 2, what="weights")][2 - other :]  # or it was only read
+    ranks = [event(Loaded, 1, place="a.py:3"), *weights], []
     assert named(judged(*ranks)) == ({"not_restored": "RISK"} if other > 1 else {})
     ranks = [[event(Opened, path="/a/sample.png", place="a.py:5")] for _ in range(2)]
     assert named(judged(*ranks)) == {"several_write": "RISK"}  # perhaps by a library
@@ -685,19 +683,17 @@ def test_a_package_may_write_where_the_script_wants(package, monkeypatch):
 def test_tensors_that_a_script_loads_itself_are_found(monkeypatch, tmp_path):
     network, found = torch.nn.Linear(3, 3), written(monkeypatch)
     watcher, state = Resumes(), {"net": network.state_dict(), "m": torch.randn(9)}
-    adam = torch.optim.Adam(network.parameters())
     state["v"] = [torch.randn(9)]
     watcher.load(lambda _: state, str(tmp_path / "a.pt"))
     monkeypatch.setattr(Checkpoints.here, "taken", None)
     watcher.restore("weights", lambda *_: None, network, state["net"])
-    watcher.restore("optimizer", lambda *_: None, adam, adam.state_dict())
-    assert found[-1].weights == ["weight", "bias"]
     watcher.on_input(network, [])
     (one,) = [x for x in found if isinstance(x, Resumed)]
     assert one.rest == 2
 
 
-def test_passes_that_a_scaler_skips_are_not_lost(monkeypatch):
+def test_passes_of_a_skipped_or_repeated_step_are_not_lost(monkeypatch):
+    """A scaler skips a step; L-BFGS runs the closure of a step several times."""
     weight, watcher = torch.nn.Parameter(torch.ones(1)), Passes()
     optimizer = torch.optim.SGD([weight], 0.1)
     for skips, left in ((True, {}), (False, {id(weight): [(1, weight)]})):
@@ -706,6 +702,13 @@ def test_passes_that_a_scaler_skips_are_not_lost(monkeypatch):
         call = lambda *_: recorder.__dict__.update(step=0 if skips else 1)  # noqa: B023, E731
         watcher.scaler_step(call, None, optimizer)
         assert watcher.local == left
+    found = written(monkeypatch)
+    for number in (1, 2):
+        watcher.on_backward(weight)
+        watcher.local = {id(weight): [(number, weight.detach())]}
+        watcher.on_step(optimizer, [weight], [[1.0]])
+        watcher.on_clear([weight])
+    assert [one.lost for one in found] == [[], []]
 
 
 def test_what_a_checkpoint_in_parts_holds(monkeypatch):
@@ -840,13 +843,15 @@ def test_nothing_is_read_while_a_cuda_graph_is_recorded(monkeypatch):
 
 
 def test_a_network_that_ddp_wraps_after_the_watched_steps():
+    """Or one with fewer frozen weights."""
     own = [event(Layout, n, weights=[f"a ({n})"]) for n in (0, 9)]
+    thawed = event(Layout, weights=["a (9)"], frozen=["a"]), own[1]
     own.append(event(Exit, 12))
-    for layouts, told in ((own, "after step 9"), ([own[0], own[2]], "")):
+    found = [(own, "after step 9"), ([own[0], own[2]], "")]
+    for layouts, told in (*found, ([*thawed, own[2]], "after step 9")):
         report = judged(*([*x, *layouts] for x in steps(MEAN)))
-        assert (told in str(report.verdicts[4].doubts)) and (
-            not told or law(report, 5) != "held"
-        )
+        assert told in str(report.verdicts[4].doubts)
+        assert not told or law(report, 5) != "held"
 
 
 @pytest.mark.parametrize(
@@ -858,6 +863,7 @@ def test_a_network_that_ddp_wraps_after_the_watched_steps():
         ("images", (40, 80), 0, "broken"),  # the file contains it
         ("best", (0.5, 0.5, 0.7), 0.0, "broken"),
         ("best", (0.7, 0.5), 9.0, "broken"),
+        ("A.best", (0.5, 0.7), math.nan, "broken"),  # None again
         ("best", (0.7, 0.5), 0.5, "held"),
         ("A.batch", (5, 5), 0, "held"),
         ("loss", (0.9, 0.5), 2.0, "held"),
@@ -917,11 +923,10 @@ def test_preprocessing_that_each_rank_fits():
     one.mean_, one.names_, one.scale = numpy.array([1.0, 2.0]), numpy.array(["a"]), 3.0
     found = fitted()
     assert found["Scaler.mean_"] == [1, 2] and "Scaler.scale" not in found
+    assert fitted() == found  # also what is no number
     for values in ([1.0, 2.0], [1.0, 2.1]):
-        ranks = [
-            [event(Fitted, values=x)]
-            for x in (found, {**found, "Scaler.mean_": values})
-        ]
+        other = {**found, "Scaler.mean_": values}
+        ranks = [[event(Fitted, values=x)] for x in (found, other)]
         wanted = {"fits_differ": "RISK"} if values[1] > 2 else {}
         assert named(judged(*ranks)) == wanted
     other = Scaler()  # which of the two would be compared?

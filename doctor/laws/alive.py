@@ -6,7 +6,7 @@ from itertools import compress
 from ..event import Event
 from ..law import RISK, WRONG, Breach, Law, check, explains, need
 from ..moments import Moments, Step, weights
-from ..record import STEPS, recorder, torch
+from ..record import STEPS, TIMED, recorder, torch
 from ..sample import numbers
 from ..watcher import Watcher, tell
 from .checkpoints import local
@@ -92,6 +92,8 @@ class Alive(Watcher):
     def after_step(self, optimizer, weights) -> None:
         if recorder.step + 1 in WRITES:
             tell("on_summary")
+        elif recorder.step + 1 == STEPS + TIMED:  # the script may free its network
+            self.on_end()
 
     def on_end(self) -> None:
         later = [x for x in self.outside() if x.requires_grad and x.grad is not None]

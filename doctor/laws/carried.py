@@ -19,7 +19,7 @@ from ..watcher import Watcher
 from .checkpoints import dictionaries, has, is_state, mark_of, parts, path_of
 from .files import LAW, base
 from .replicas import listed
-from .resume import Restored, not_restored
+from .resume import Restored, Resumed, not_restored
 
 MOST, TENSORS = 8, 300  # limits: objects of a class; arrays, or weights of a network
 METER = re.compile("meter|timer|speed|throughput|log|monitor|profil|progress", re.I)
@@ -106,6 +106,7 @@ class Carried(Watcher):
                     found.setdefault(prefix + name, []).append(one)
             del values
         for name, value in self.fields():
+            value = math.nan if value is None and "best" in name.lower() else value
             if type(value) in (int, float):
                 found.setdefault(name, []).append(value)
         return found
@@ -171,7 +172,8 @@ def not_carried_on(job):
                         yield Breach(f"{when}, {what}", one.place)
                     for name, sure in fallen(saves, events, one):
                         now, then = one.counts[name][0], saves[-1].counts[name][0]
-                        what = f"{when}, {name} is {now:g}; it was {then:g} when the "
+                        now = None if math.isnan(now) else f"{now:g}"
+                        what = f"{when}, {name} is {now}; it was {then:g} when the "
                         what += "file was saved"
                         if sure:
                             yield Breach(what, one.place)
@@ -182,6 +184,10 @@ def not_carried_on(job):
                 saves.append(one)
             elif isinstance(one, (Kept, Epoch, EpochEnd)):
                 events.append(one)
+    for row in zip(*(process.of(Resumed) for process in job.processes), strict=False):
+        if row[0].rest and len(row) > 1 and len({one.path for one in row}) == 1:
+            what = f"{row[0].rest} tensors that no load_state_dict() of PyTorch gets"
+            unsure.append(f"{base(row[0].path)} has {what}")
     if unsure:
         raise Doubt(listed(unsure))
 
@@ -261,7 +267,7 @@ def fallen(
     for name in last.counts:
         values = [one.counts.get(name, ()) for one in saves]
         single = {*map(len, values), len(now.counts.get(name, ()))} == {1}
-        values = [x for own in values for x in own]
+        values = [x for own in values for x in own if not math.isnan(x)]
         if single and len({*values}) > 1:
             series[name] = values
     steps = [b.step - a.step for a, b in pairwise(saves)]
@@ -271,14 +277,13 @@ def fallen(
         sign = 1 if values[-1] > start else -1
         later = [one for one in events if isinstance(one, Kept)]
         later = [one.counts.get(name, [start])[-1] for one in later]
-        begins = [sign * x < sign * start for x in (*later, now.counts[name][0])]
+        begins = [not sign * x >= sign * start for x in (*later, now.counts[name][0])]
         counter = type(last.counts[name][0]) is int and min(gains) > 0
         slower = any(0 < x[-1] - x[0] < values[-1] - start for x in series.values())
         grows = min(sign * x for x in gains) >= 0 and (counter or best)
         if grows and begins[-1] and not any(begins[:-1]):
-            sure = best or all(
-                x in y.stored for x, y in zip(values, saves, strict=True)
-            )
+            pairs = zip(values, saves, strict=False)
+            sure = best or all(x in y.stored for x, y in pairs)
             counts = gains == steps and "()" not in name and "." in name
             if best or passes > 1 or (loop and slower):
                 yield name, sure or (counts and not METER.search(name))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import combinations, groupby, pairwise
 from statistics import fmean, pstdev
 
-from ..draws import MADE, Drawn, Made, same_draws, same_generators
+from ..draws import MADE, Drawn, Made, same_draws, same_generators, since
 from ..generators import Seed, called, cause
 from ..job import Job, Process
 from ..law import RISK, Breach, Doubt, check, need
@@ -44,9 +44,12 @@ def argument(job: Job) -> Iterator[Breach]:
     rows = [[own[step] for own in lists] for step in steps]
     for number in sorted({x for row in rows for x in row[0].arguments}):
         every = [[one.arguments.get(number) for one in row] for row in rows]
+        start = since([bool(x[0]) and x.count(x[0]) == len(x) for x in every], 8) or 0
+        every = every[start:]
         same = [x[0] for x in every if x[0] and x.count(x[0]) == len(x)]
-        if len(same) > max(7, 0.9 * len(rows)) and len({*same}) > 0.9 * len(same):
+        if len(same) > max(7, 0.9 * len(every)) and len({*same}) > 0.9 * len(same):
             what = f"only input {number} is equal on all ranks, in {len(same)} passes"
+            what += f", from step {steps[start] + 1} on" * (start > 0)
             if not all(distinct for _, distinct in same):
                 raise Doubt(what)
             yield Breach(what, rows[0][0].place, mend=STRATA)

@@ -209,6 +209,7 @@ class Passes(Watcher):
             place=place(),
         )
         recorder.write(update)
+        self.after_step(optimizer, whole)  # a step's closure may run again
 
     def after_step(self, optimizer, whole) -> None:
         keys = {id(one) for one in whole}

@@ -1,15 +1,13 @@
 """Law 8: files are complete, and have one writer. Checks what a resume restores."""
 
 import sys
-import weakref
-from dataclasses import field
 from functools import partial
 from traceback import walk_stack
 
 from ..event import Event
-from ..law import NOTE, RISK, WRONG, Breach, Doubt, check, need, several
+from ..law import NOTE, RISK, WRONG, Breach, check, need
 from ..loaders import leaves
-from ..moments import Moments, Step, weights
+from ..moments import Step
 from ..record import place, recorder, torch, wrap
 from ..watcher import Watcher
 from .checkpoints import (
@@ -17,7 +15,6 @@ from .checkpoints import (
     Saved,
     floats,
     has,
-    mark_of,
     no_optimizer,
     parts,
     path_of,
@@ -39,8 +36,6 @@ class Restored(Event, limit=200):
     lost: bool  # no name in the file matches
     own: bool  # its argument contained the network's own current tensors
     place: str
-    mark: int = 0  # a hash of an optimizer's state
-    weights: list[str] = field(default_factory=list)  # of the optimizer, by name
 
 
 class Resumed(Event, limit=20):
@@ -50,21 +45,12 @@ class Resumed(Event, limit=20):
     rest: int  # number of the file's tensors that no load_state_dict() got
 
 
-class Begins(Event, limit=20):
-    """A new optimizer takes its first step after torch.load()."""
-
-    states: int  # number of weights for which it already has a state
-    place: str
-
-
 class Resumes(Watcher):
     """Tracks calls of torch.load() and load_state_dict()."""
 
     def __init__(self):
-        self.loaded, self.known = "", weakref.WeakSet()
         self.files = {}  # path -> addresses of tensors that no load_state_dict() got
         self.restored = set()  # paths of files from which a network got its weights
-        self.names = {}  # id of a weight -> its name in a network that was restored
 
     def hooks(self) -> None:
         wrap(torch, "load", self.load)
@@ -80,17 +66,11 @@ class Resumes(Watcher):
         if has(result, "param_groups"):
             schedule = has(result, "last_epoch")
             recorder.write(Loaded(schedule=schedule, place=place()))
-        self.loaded = place()
         path = path_of(args[0] if args else kwargs["f"])
         if recorder.watching and path:
             own = [x for x in floats(leaves(result)) if x.numel() > 7 and not parts(x)]
             self.files[path] = {one.data_ptr() for one in own}
         return result
-
-    def on_step(self, optimizer, whole, gradients) -> None:
-        if self.loaded and optimizer not in self.known:
-            recorder.write(Begins(states=len(optimizer.state), place=self.loaded))
-        self.known.add(optimizer)
 
     def on_input(self, network, inputs) -> None:
         for path in [path for path in self.files if path in self.restored]:
@@ -100,7 +80,6 @@ class Resumes(Watcher):
     def restore(self, what: str, call, owner, *args, **kwargs):
         known, state = Checkpoints.here, args[0] if args else kwargs["state_dict"]
         pairs = [*owner.named_parameters()] if what == "weights" else ()
-        self.names |= {id(one): name for name, one in pairs}
         own = {one.data_ptr() for _, one in pairs if not parts(one)}
         given = [(one, (known.taken or {}).get(one)) for one in floats(state)]
         # torch.distributed.checkpoint loads into the network's own tensors
@@ -118,10 +97,6 @@ class Resumes(Watcher):
         loads = any("torch/distributed/checkpoint" in one for one in files)
         own = any(same) and not loads
         event = Restored(what=what, lost=False, own=own, place=place())
-        if what == "optimizer":
-            names = Moments.here.names | self.names  # the former may be outdated
-            event.weights = [names.get(id(x), "") for x in weights(owner)]
-            event.mark = mark_of(state)
         result = call(owner, *args, **kwargs)
         unknown = getattr(result, "unexpected_keys", ())
         event.lost = bool(unknown) and len(unknown) >= len(state)
@@ -188,12 +163,6 @@ def not_restored(job):
         what = f"of {job.world_size} ranks, only {told} restore the optimizer's state"
         yield Breach(what, loads[0].place, level=WRONG)
         return
-    for row in zip(*(process.of(Begins) for process in job.processes), strict=False):
-        none, some = ([x.rank for x in row if bool(x.states) == y] for y in (0, 1))
-        if none and some:
-            what = f"rank {some[0]} restores an optimizer's state, rank {none[0]} none"
-            yield Breach(what, row[0].place)
-            return
     for one in need(loads, "no checkpoint with an optimizer is loaded"):
         lost = ["optimizer"] * ("optimizer" not in done)
         lost += ["schedule"] * (one.schedule and "schedule" not in done)
@@ -204,25 +173,3 @@ def not_restored(job):
             what = f"nothing loads the {' and the '.join(lost)}'s state from the file"
             yield Breach(what, one.place)
             return
-
-
-@check(LAW, RISK, read="pitfall 18")
-def one_ranks_state(job):
-    """All ranks resume with the same state, although each rank had its own.
-
-    Save every rank's state, in one file or in one per rank, and load each rank's own.
-    Not a mistake if: one rank's state is good enough for all ranks.
-    """
-    several(job)
-    own = [[x for x in p.of(Restored) if x.mark] for p in job.processes]
-    for row in zip(*own, strict=False):
-        names = [x.weights for x in row]
-        if len({x.mark for x in row}) == 1 and names.count(names[0]) < len(names):
-            what = "all ranks load the same state into optimizers of different weights"
-            if all(map(all, names)):
-                yield Breach(what, row[0].place)
-                return
-    for row in zip(*(process.of(Resumed) for process in job.processes), strict=False):
-        if row[0].rest and len({one.path for one in row}) == 1:
-            what = f"{row[0].rest} tensors that no load_state_dict() of PyTorch gets"
-            raise Doubt(f"{base(row[0].path)} has {what}")

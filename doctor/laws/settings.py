@@ -59,7 +59,7 @@ def few_of(value) -> list[float]:
         return []
     few = value.ravel()[:8].tolist()
     numbers = all(isinstance(x, (int, float)) for x in few)
-    return [float(x) for x in few] if numbers else [float(digest(map(str, few)))]
+    return [float(x) for x in few] if numbers else [float(digest(*map(str, few)))]
 
 
 @check(LAW, RISK, general=True, causes=[datasets_differ])

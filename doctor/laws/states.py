@@ -154,10 +154,10 @@ def late_network(job) -> None:
     """Raise Doubt if DDP wraps another network only after the watched steps."""
     own = job.processes[0]
     last = max((x.step for x in own.of(Step) if x.watched), default=0)
-    early = [one.weights for one in own.of(Layout) if one.step <= last]
+    early = [(x.weights, x.frozen) for x in own.of(Layout) if x.step <= last]
     end = max((one.step for one in own.of(Exit)), default=0)
     for one in own.of(Layout):
-        if early and last < one.step < end and one.weights not in early:
+        if early and last < one.step < end and (one.weights, one.frozen) not in early:
             what = f"the network that DDP wraps after step {one.step} was not watched"
             raise Doubt(f"{what}; --steps {one.step + STEPS} watches it")
 

@@ -1,16 +1,20 @@
-"""Law 7: printed results are true. Checks sums over all ranks and metrics of parts."""
+"""Law 7: printed results are true. Checks sums, metrics of parts, and searches."""
 
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 from statistics import fmean
 
+from ..event import Event
 from ..law import RISK, WRONG, Breach, check, several
 from ..loaders import Batch
+from ..moments import Moments, runs_normally
 from ..numbers import BEST, SPLITS, gap_of, others, results
+from ..record import place, recorder, torch, wrap
 from ..results import OTHER, Measured, Printed, Scored
 from ..sample import digest
+from ..watcher import Watcher
 from .files import Opened
 from .meeting import Call
 from .printed import LAW
@@ -23,7 +27,30 @@ LOCAL = re.compile(
     r"(?i)\b(rank|local|own|this|shard|worker|proc|gpu|node|client|fold|agent)|^\W*\d+\]"
 )
 RANKS = "which is the mean of the ranks' own values"
+ORDERS = "topk sort argsort argmax argmin max min".split()
 Rows = list[tuple[Call, ...]]  # calls of collectives, one per rank
+
+
+class Search(Event, limit=1000):
+    """Without gradients, the script ranks the columns of a square matrix."""
+
+    count: int  # number of rows
+    place: str
+
+
+class Searches(Watcher):
+    """Records searches among the outputs of a validation."""
+
+    def hooks(self) -> None:
+        for owner, name in product((torch, torch.Tensor), ORDERS):
+            wrap(owner, name, self.search)
+
+    def search(self, call, /, *args, **kwargs):
+        one = args[0] if args else kwargs["input"]
+        bare = not (torch.is_grad_enabled() or Moments.here.depth)
+        if bare and one.dim() == 2 and len(one) == one.size(1) > 15 and runs_normally():
+            recorder.write(Search(count=len(one), place=place()))
+        return call(*args, **kwargs)
 
 
 @check(LAW, WRONG, needs=[Call], read="pitfall 16")
@@ -79,6 +106,46 @@ def partial_metric(job):
     yield from found.values()
 
 
+@check(LAW, RISK, needs=[Search], read="pitfall 16")
+def own_matches(job):
+    """Each rank searches for matches among its own samples only.
+
+    Gather all ranks' outputs (and labels), and compare each sample with all of them.
+    Not a mistake if: each rank's samples are meant to be compared among themselves.
+    """
+    several(job)
+    shares = [
+        {step: {x for _, keys in own for x in keys} for step, own in known.items()}
+        for known in evaluated(job)
+    ]
+    found = []
+    for process, own in zip(job.processes, shares, strict=True):
+        last = {(x.step, x.place): x.count for x in process.of(Search)}
+        found.append({key for key, n in last.items() if n == len(own.get(key[0], ()))})
+    for step, where in sorted(set.intersection(*found)):
+        rows = [own[step] for own in shares]
+        if sum(map(len, rows)) < 1.1 * len(set.union(*rows)):
+            told = ", ".join(f"{len(x)} on rank {n}" for n, x in enumerate(rows[:4]))
+            what = f"each sample is compared with the rank's own samples only: {told}"
+            yield Breach(what, where)
+            return
+
+
+def evaluated(job) -> list[dict[int, list]]:
+    """Return {step: (time, samples) of each evaluated batch} for each rank."""
+    known, shares = any(one.rows for one in job.of(Batch)), []
+    for process in job.processes:
+        shares.append(defaultdict(list))
+        for one in process.of(Measured):
+            if one.what == "seen":
+                shares[-1][one.after].append((one.at, one.guesses))
+        for one in process.of(Batch):
+            if one.loader != process.training:
+                rows = one.rows if known else one.indices
+                shares[-1][one.step].append((one.time, rows or ()))
+    return shares
+
+
 def collectives(job) -> Rows:
     """Return the collectives that all ranks call with small tensors."""
     rows = zip(*(process.of(Call) for process in job.processes), strict=False)
@@ -119,9 +186,9 @@ def divided(line: Printed, rank: int, rows: Rows) -> Iterator[tuple]:
             # Rank 0 may have the sum of all counts
             if own < 1.5 * max(counts) and own not in totals and {*counts} != {own}:
                 found.append((name, total / own))
-    numbers = [(x.value, x.gap, x.text) for x in results(line.text)]
-    numbers += [(float(x), gap_of(x), x) for _, x in others(line.text)]
-    for which, (value, gap, text) in enumerate(numbers if rows else ()):
+    printed = [(x.value, x.gap, x.text) for x in results(line.text)]
+    printed += [(float(x), gap_of(x), x) for _, x in others(line.text)]
+    for which, (value, gap, text) in enumerate(printed if rows else ()):
         fits = {k for k, x in found if min(abs(n * x - value) for n in (1, 100)) < gap}
         yield which, text, fits if gap < 0.002 * value else set()
 
@@ -177,16 +244,7 @@ def alone(job) -> Callable:
     The other ranks have evaluated others, and have sent it nothing since then.
     """
     writes = {(one.step, one.rank) for one in job.of(Opened)}
-    known, shares = any(one.rows for one in job.of(Batch)), []
-    for process in job.processes:
-        shares.append(defaultdict(list))
-        for one in process.of(Measured):
-            if one.what == "seen":
-                shares[-1][one.after].append((one.at, one.guesses))
-        for one in process.of(Batch):
-            if one.loader != process.training:
-                rows = one.rows if known else one.indices
-                shares[-1][one.step].append((one.time, rows or ()))
+    shares = evaluated(job)
 
     def read(line: Printed, rank: int, _) -> Iterator[tuple]:
         texts = [x for x in others(line.text) if evaluates(line.text.lower(), *x)]
