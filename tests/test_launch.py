@@ -63,16 +63,9 @@ def launch(tmp_path):
         names = "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH"
         unset = [f"--unset={name}" for name in names if name not in given]
         given["PYTHONPATH"] = str(modules)
-        command = (
-            "env",
-            "-C",
-            tmp_path,
-            *unset,
-            f"PATH={tmp_path}/decoy:/usr/bin:/bin",
-            "bash",
-            root / "scripts" / script,
-        )
-        ended = run(*command, *flags, timeout=30, **given)
+        path = f"PATH={tmp_path}/decoy:/usr/bin:/bin"
+        command = "bash", root / "scripts" / script, *flags
+        ended = run("env", "-C", tmp_path, *unset, path, *command, timeout=30, **given)
         text = (ended.stdout + ended.stderr).replace(f"{root}/", "")
         return ended.returncode, text.replace(f"{tmp_path}/", "")
 

@@ -173,8 +173,7 @@ def not_carried_on(job):
                     for name, sure in fallen(saves, events, one):
                         now, then = one.counts[name][0], saves[-1].counts[name][0]
                         now = None if math.isnan(now) else f"{now:g}"
-                        what = f"{when}, {name} is {now}; it was {then:g} when the "
-                        what += "file was saved"
+                        what = f"{when}, {name} is {now}; in the save, it was {then:g}"
                         if sure:
                             yield Breach(what, one.place)
                         else:

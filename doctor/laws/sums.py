@@ -47,9 +47,10 @@ class Searches(Watcher):
 
     def search(self, call, /, *args, **kwargs):
         one = args[0] if args else kwargs["input"]
-        bare = not (torch.is_grad_enabled() or Moments.here.depth)
-        if bare and one.dim() == 2 and len(one) == one.size(1) > 15 and runs_normally():
-            recorder.write(Search(count=len(one), place=place()))
+        bare = isinstance(one, torch.Tensor) and not torch.is_grad_enabled()
+        if bare and not Moments.here.depth and runs_normally():
+            if one.dim() == 2 and len(one) == one.size(1) > 15:
+                recorder.write(Search(count=len(one), place=place()))
         return call(*args, **kwargs)
 
 
