@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node 2 tutorial/labs/33_fsdp.py
 
 symptom: The loss does not fall.
 grader: images: it moves the weights 0.00 times as far
-checks: weights, shares, steps, facts(sharded=[True])
+checks: weights, shares, steps, facts(sharded=[True], collectives=99)
 doctor: zero_gradients
 lesson: 16_sharded
 """

@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node 2 tutorial/labs/35_stream.py
 
 symptom: Two processes need as many steps as one.
 grader: epoch 0 uses 192 images, of which 96 are different; it should use each of
-checks: weights, shares, steps, batches, facts(workers=[2])
+checks: weights, shares, steps, batches, facts(workers=[2], collectives=40)
 doctor: left_out
 lesson: 18_streams
 processes: 2, 1, 3

@@ -7,9 +7,10 @@ torchrun --standalone --nproc-per-node 2 tutorial/labs/36_files.py
 
 symptom: Training fails, or hangs, at the end of an epoch.
 grader: after step 15, rank 1
-checks: weights, shares(least=64), steps
+checks: weights, shares(least=64), steps, facts(collectives=30)
 doctor: batch_counts_differ
 lesson: 18_streams
+processes: 2, 1, 4
 """
 
 from collections.abc import Iterator

@@ -14,6 +14,7 @@ checks: weights, facts(images_at_once=8, lost_checkpoints=0), noise, rates,
   steps(images=16, rate=None), shares, resumes, printed(names=["accuracy"])
 doctor: -
 lesson: 12_restarts
+processes: 2, 1, 4
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Run broken training scripts in 2, 1 and 4 processes; print what each does wrong.
+"""Run broken training scripts in 2, 1 and 6 processes; print what each does wrong.
 
     python -m tutorial.labs.grade 07    # one lab
     python -m tutorial.labs.grade all   # all of them
@@ -14,9 +14,12 @@ import signal
 import sys
 from pathlib import Path
 
+import torch
+from torch.utils._pytree import tree_map_only
+
 from tutorial.labs import checks
 from tutorial.labs.lab import FOLDER, Lab, labs
-from tutorial.labs.play import Run, Wrong
+from tutorial.labs.play import CHECKPOINT, Run, Wrong
 
 LABS = labs()
 ONCE = "machines", "another_run", "resumes", "old_file"  # start other runs
@@ -27,29 +30,49 @@ def lab_of(script: Path) -> Lab | None:
     return LABS.get(script.stem.split("_")[0].zfill(2))
 
 
+def check(run: Run, lab: Lab, once: bool = False) -> None:
+    """Check a run; with `once`, also make the checks that start other runs."""
+    left, counted = 0, Exception if lab.number == "capstone" else ()  # not described
+    for name, options in (lab.checks | {"facts": lab.checks.get("facts", {})}).items():
+        try:
+            if once or name not in ONCE:
+                getattr(checks, f"check_{name}")(run, **options)
+        except counted:
+            left += 1
+    if left:
+        raise Wrong(f"mistakes left: {left}")
+
+
 def grade(script: Path) -> str | None:
-    """Run a script in 2, 1 and 4 processes; return what is wrong, or None."""
-    lab, left = lab_of(script), 0
-    chosen = lab.checks | {"facts": lab.checks.get("facts", {})}
-    counted = Exception if lab.number == "capstone" else ()  # but not described
+    """Run a script in 2, 1 and 6 processes; return what is wrong, or None."""
+    lab = lab_of(script)
     try:
         for size in map(int, lab.processes.split(", ")):
             when = "with one process, " if size == 1 else f"with {size} processes, "
             when *= size != 2
             with Run(script, size=size, when=when).started() as run:
-                for name, options in chosen.items():
-                    try:
-                        if size == 2 or name not in ONCE:
-                            getattr(checks, f"check_{name}")(run, **options)
-                    except counted:
-                        left += 1
-                if left:
-                    raise Wrong(f"mistakes left: {left}")
+                check(run, lab, once=size == 2)
+                when = "with files of an earlier run in the folder, "
+                if size == 2 and spoil(run.files):
+                    with Run(script, run.files, when=when).started() as again:
+                        check(again, lab)
     except Wrong as wrong:
         return str(wrong)
     except Exception as error:
         return f"the script cannot be graded: {error}"
     return None
+
+
+def spoil(folder: Path) -> bool:
+    """Delete a run's checkpoint, change its other files; return if there are any."""
+    (folder / CHECKPOINT).resolve().unlink(missing_ok=True)
+    (folder / CHECKPOINT).unlink(missing_ok=True)
+    files = [path for path in folder.rglob("*.pt") if not path.stem.isdecimal()]
+    for path in files:
+        content = torch.load(path, map_location="cpu", weights_only=False)
+        changed = tree_map_only(torch.Tensor, lambda one: one * 3 + 1, content)
+        torch.save(changed, path)
+    return bool(files)
 
 
 def main(words: list[str]) -> int:

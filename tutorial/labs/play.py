@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 
 from doctor import job, record
 from doctor.event import Event, Failed
-from doctor.moments import Moments, weights, whole
+from doctor.moments import Moments, weights
 from doctor.record import recorder, wrap
 from doctor.results import Printed
 from doctor.watcher import Watcher, watchers
@@ -48,7 +48,7 @@ FORK = multiprocessing.get_context("fork")
 # Functions that wait for a GPU
 READS = "item cpu tolist numpy nonzero argwhere masked_select unique equal allclose "
 READS += "storage untyped_storage __bool__ __float__ __int__ __index__ __array__ "
-READS += "__format__ __repr__ __reduce_ex__"
+READS += "__format__ __repr__ __reduce_ex__ bincount"
 CHECKPOINT = Path("checkpoint.pt")
 
 
@@ -81,7 +81,9 @@ class Last(Event):
 
     weights: Tensor | None = None
     waits: dict[int, str]  # step -> function in which the script would wait for a GPU
-    collectives: int = 0  # by the script itself
+    collectives: int = (
+        0  # by the script itself, but no averages of weights or gradients
+    )
     lost_checkpoints: int = 0  # also those lost for a moment
     wrote: set[Path]  # files that torch.save() has written
 
@@ -115,9 +117,14 @@ class Watch(Watcher):
             wrap(owner, name, partial(Moments.here.collect, name))
 
     def on_collective(self, name, args, options, place) -> None:
-        self.last.collectives += 1
         given = [x for x in (*args, *options.values()) if isinstance(x, Tensor)]
         self.sent += sum(one.numel() for one in given[-1:])  # others receive
+        known = [weight() for _, weight in Moments.here.known.values()]
+        known = [one for one in known if one is not None]
+        own = {x.data_ptr() for one in known for x in (one, one.grad) if x is not None}
+        total = sum(one.numel() for one in known)
+        averages = [x.numel() == total or x.data_ptr() in own for x in given[-1:]]
+        self.last.collectives += averages != [True]
 
     def start(self, call, weight, *args, **kwargs):
         call(weight, *args, **kwargs)
@@ -188,7 +195,10 @@ class Watch(Watcher):
         images = [torch.empty(0, 8), *(one.images for one in now.passes)]
         now.images = torch.cat(images)
         now.images_at_once = max(map(len, images)) * int(os.environ["WORLD_SIZE"])
-        now.sharded = hasattr(optimizer, "optim") or len(whole(own)) < len(own)  # ZeRO
+        shards = [x for x in own if hasattr(x, "placements")]
+        parts = [x.to_local().numel() < x.numel() for x in shards]
+        alone = bool(parts) and os.environ["WORLD_SIZE"] == "1"
+        now.sharded = hasattr(optimizer, "optim") or any(parts) or alone  # ZeRO or FSDP
         sent = 0 if now.sharded else now.all_reduces_per_step / len(now.after)
         now.all_reduces_per_step = round(sent)
         now.workers = max(now.workers, len(multiprocessing.active_children()))
@@ -245,7 +255,8 @@ class Reads(TorchFunctionMode):
 def be_rank(run: "Run", variables: dict[str, str]) -> None:
     """Run a script as one of its processes, with these environment variables.
 
-    On all ranks but 0, sleep() returns immediately, so it hides no race.
+    On all ranks but 0, sleep() returns immediately, so it hides no race, and the clock
+    is fast, as another machine's may be.
     """
     gc.freeze()  # garbage collections then ignore the modules: this halves the time
     os.setsid()  # a session, so that its child processes are killed, too
@@ -264,9 +275,10 @@ def be_rank(run: "Run", variables: dict[str, str]) -> None:
     for watcher in watchers:  # without the doctor's laws, which take time
         watcher.hooks()
     threading.Thread(target=record.monitor, daemon=True).start()
-    sleep, main = time.sleep, threading.current_thread()
+    sleep, main, clock = time.sleep, threading.current_thread(), time.time
     if variables["RANK"] != "0":
         time.sleep = lambda s: threading.current_thread() is main or sleep(s)
+        time.time = lambda: clock() + 1000
     try:
         with Reads():
             runpy.run_path(str(run.script), run_name="__main__")
