@@ -638,23 +638,24 @@ def test_tensors_are_matched_by_their_names_and_networks_by_their_tensors():
         assert not named(judged(*ranks))
 
 
+@pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.parametrize("count, first", [(20, 20), (40, 20), (20, 0)])
-def test_a_search_among_a_ranks_own_samples_is_named(count, first, monkeypatch):
-    """Not if it uses all ranks' samples, or if all ranks validate the same ones."""
+def test_a_search_among_a_ranks_own_samples_is_named(count, first, calls, monkeypatch):
+    """Not if it uses all ranks' samples, at once or in parts, or if all validate the same."""
     found, square = written(monkeypatch), torch.rand(count, count)
-    Searches.here.search(torch.argmax, square, 1)  # gradients are enabled
+    Searches.here.search(torch.Tensor.argmax, square, 1)  # gradients are enabled
     with torch.no_grad():
-        Searches.here.search(torch.topk, square[1:], 1)
-        Searches.here.search(torch.topk, square, 1)
+        Searches.here.search(torch.Tensor.topk, square[1:], 1)
+        Searches.here.search(torch.Tensor.topk, square, 1)
     found, own = [replace(x, step=2) for x in found], {"what": "seen", "after": 2}
     rows = [event(Measured, guesses=[*range(n, n + 20)], **own) for n in (0, first)]
-    wanted = {"own_matches": "RISK"} if count == first else {}
-    assert len(found) == 1 and named(judged(*([x, *found] for x in rows))) == wanted
+    wanted = {"own_matches": "RISK"} if count == first and calls == 1 else {}
+    ranks = [[x, *found * calls] for x in rows]
+    assert len(found) == 1 and named(judged(*ranks)) == wanted
 
 
 @pytest.mark.parametrize("other", [1, 2])
 def test_files_and_states_of_two_ranks(other):
-    """All ranks may put equal files in the same place."""
     own = [event(Resumed, 1, path="a.pt", rest=other - 1)]
     found = judged([*own, event(Opened, path="b", saved=True)], own)
     assert not named(found) and law(found, 8) == ("held", "not judged")[other - 1]
@@ -843,9 +844,8 @@ def test_nothing_is_read_while_a_cuda_graph_is_recorded(monkeypatch):
 
 
 def test_a_network_that_ddp_wraps_after_the_watched_steps():
-    """Or one with fewer frozen weights."""
     own = [event(Layout, n, weights=[f"a ({n})"]) for n in (0, 9)]
-    thawed = event(Layout, weights=["a (9)"], frozen=["a"]), own[1]
+    thawed = event(Layout, weights=["a (9)"], frozen=["a"]), own[1]  # then not frozen
     own.append(event(Exit, 12))
     found = [(own, "after step 9"), ([own[0], own[2]], "")]
     for layouts, told in (*found, ([*thawed, own[2]], "after step 9")):
@@ -864,6 +864,7 @@ def test_a_network_that_ddp_wraps_after_the_watched_steps():
         ("best", (0.5, 0.5, 0.7), 0.0, "broken"),
         ("best", (0.7, 0.5), 9.0, "broken"),
         ("A.best", (0.5, 0.7), math.nan, "broken"),  # None again
+        ("A.best", (0.5, 0.7, math.nan), math.nan, "held"),
         ("best", (0.7, 0.5), 0.5, "held"),
         ("A.batch", (5, 5), 0, "held"),
         ("loss", (0.9, 0.5), 2.0, "held"),

@@ -267,7 +267,7 @@ def fallen(
         values = [one.counts.get(name, ()) for one in saves]
         single = {*map(len, values), len(now.counts.get(name, ()))} == {1}
         values = [x for own in values for x in own if not math.isnan(x)]
-        if single and len({*values}) > 1:
+        if single and len({*values}) > 1 and not math.isnan(last.counts[name][0]):
             series[name] = values
     steps = [b.step - a.step for a, b in pairwise(saves)]
     for name, values in series.items():

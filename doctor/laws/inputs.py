@@ -52,7 +52,7 @@ def argument(job: Job) -> Iterator[Breach]:
             what += f", from step {steps[start] + 1} on" * (start > 0)
             if not all(distinct for _, distinct in same):
                 raise Doubt(what)
-            yield Breach(what, rows[0][0].place, mend=STRATA)
+            yield Breach(what, rows[start][0].place, mend=STRATA)
             return
 
 

@@ -211,8 +211,8 @@ def other_network_differs(job):
     """
     for what, rows in others(job).items():
         if found := first(rows, f"weights of {what}", 1e-5):
-            known = need(states_of(job, "step", "weights"), NONE)[0]
-            whole_weights(job, known[0].names)  # the network is made from them
+            known = [x[0].names for x in states_of(job, "step", "weights")[:1]]
+            whole_weights(job, *known or [[]])  # the network may be made from them
             row, text, _ = found
             text = f"before step {row[0].step + 1}, {text}; no optimizer trains {what}"
             mend = "Copy the network after DDP has wrapped it, or seed all ranks alike."

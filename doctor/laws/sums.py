@@ -1,9 +1,10 @@
 """Law 7: printed results are true. Checks sums, metrics of parts, and searches."""
 
 import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, pairwise, product
+from itertools import chain, pairwise
 from statistics import fmean
 
 from ..event import Event
@@ -11,7 +12,7 @@ from ..law import RISK, WRONG, Breach, check, several
 from ..loaders import Batch
 from ..moments import Moments, runs_normally
 from ..numbers import BEST, SPLITS, gap_of, others, results
-from ..record import place, recorder, torch, wrap
+from ..record import not_the_users, place, recorder, torch, wrap
 from ..results import OTHER, Measured, Printed, Scored
 from ..sample import digest
 from ..watcher import Watcher
@@ -42,16 +43,15 @@ class Searches(Watcher):
     """Records searches among the outputs of a validation."""
 
     def hooks(self) -> None:
-        for owner, name in product((torch, torch.Tensor), ORDERS):
-            wrap(owner, name, self.search)
+        for name in ORDERS:
+            wrap(torch.Tensor, name, self.search)
 
-    def search(self, call, /, *args, **kwargs):
-        one = args[0] if args else kwargs["input"]
-        bare = isinstance(one, torch.Tensor) and not torch.is_grad_enabled()
-        if bare and not Moments.here.depth and runs_normally():
-            if one.dim() == 2 and len(one) == one.size(1) > 15:
+    def search(self, call, one, /, *args, **kwargs):
+        users = not sys._getframe(2).f_code.co_filename.startswith(not_the_users())
+        if users and not (torch.is_grad_enabled() or Moments.here.depth):
+            if one.dim() == 2 and len(one) == one.size(1) > 15 and runs_normally():
                 recorder.write(Search(count=len(one), place=place()))
-        return call(*args, **kwargs)
+        return call(one, *args, **kwargs)
 
 
 @check(LAW, WRONG, needs=[Call], read="pitfall 16")
@@ -121,13 +121,14 @@ def own_matches(job):
     ]
     found = []
     for process, own in zip(job.processes, shares, strict=True):
-        last = {(x.step, x.place): x.count for x in process.of(Search)}
-        found.append({key for key, n in last.items() if n == len(own.get(key[0], ()))})
+        counts = defaultdict(list)  # several in a line may search all ranks' outputs
+        for one in process.of(Search):
+            counts[one.step, one.place].append(one.count)
+        found.append({x for x, n in counts.items() if n == [len(own.get(x[0], ()))]})
     for step, where in sorted(set.intersection(*found)):
         rows = [own[step] for own in shares]
         if sum(map(len, rows)) < 1.1 * len(set.union(*rows)):
-            told = ", ".join(f"{len(x)} on rank {n}" for n, x in enumerate(rows[:4]))
-            what = f"each sample is compared with the rank's own samples only: {told}"
+            what = f"rank 0 compares its {len(rows[0])} samples with each other only"
             yield Breach(what, where)
             return
 

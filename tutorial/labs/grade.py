@@ -67,11 +67,15 @@ def spoil(folder: Path) -> bool:
     """Delete a run's checkpoint, change its other files; return if there are any."""
     (folder / CHECKPOINT).resolve().unlink(missing_ok=True)
     (folder / CHECKPOINT).unlink(missing_ok=True)
+    # The grader itself has made copies such as 6.pt: see play.py
     files = [path for path in folder.rglob("*.pt") if not path.stem.isdecimal()]
     for path in files:
-        content = torch.load(path, map_location="cpu", weights_only=False)
-        changed = tree_map_only(torch.Tensor, lambda one: one * 3 + 1, content)
-        torch.save(changed, path)
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+            changed = tree_map_only(torch.Tensor, lambda one: one * 3 + 1, content)
+            torch.save(changed, path)
+        except Exception:  # such as an empty file, which only says that it is there
+            continue
     return bool(files)
 
 

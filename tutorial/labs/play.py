@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -81,9 +82,7 @@ class Last(Event):
 
     weights: Tensor | None = None
     waits: dict[int, str]  # step -> function in which the script would wait for a GPU
-    collectives: int = (
-        0  # by the script itself, but no averages of weights or gradients
-    )
+    collectives: int = 0  # by the script, except averages of all weights or gradients
     lost_checkpoints: int = 0  # also those lost for a moment
     wrote: set[Path]  # files that torch.save() has written
 
@@ -101,6 +100,7 @@ class Watch(Watcher):
     def __init__(self):
         self.now, self.last = Step(passes=[], dtypes=set()), Last(waits={}, wrote=set())
         self.done, self.depth, self.sent, self.scales = None, 0, 0, False
+        self.shapes = []  # of what the collectives since the last step sent
 
     def hooks(self) -> None:
         nn.modules.module.register_module_forward_hook(self.forward)
@@ -117,14 +117,18 @@ class Watch(Watcher):
             wrap(owner, name, partial(Moments.here.collect, name))
 
     def on_collective(self, name, args, options, place) -> None:
-        given = [x for x in (*args, *options.values()) if isinstance(x, Tensor)]
-        self.sent += sum(one.numel() for one in given[-1:])  # others receive
-        known = [weight() for _, weight in Moments.here.known.values()]
-        known = [one for one in known if one is not None]
-        own = {x.data_ptr() for one in known for x in (one, one.grad) if x is not None}
-        total = sum(one.numel() for one in known)
-        averages = [x.numel() == total or x.data_ptr() in own for x in given[-1:]]
-        self.last.collectives += averages != [True]
+        if name != "destroy_process_group":
+            given = [x for x in (*args, *options.values()) if isinstance(x, Tensor)]
+            self.sent += sum(one.numel() for one in given[-1:])  # others receive
+            self.shapes.append(given[-1].shape if given else None)
+
+    def count(self, own: list) -> None:
+        """Count the step's collectives, except those that average all its weights."""
+        found, shapes = Counter(self.shapes), [one.shape for one in own]
+        sets = min((found[x] // shapes.count(x) for x in shapes), default=0)
+        flat = found[torch.Size([sum(one.numel() for one in own)])]
+        self.last.collectives += found.total() - sets * len(shapes) - flat
+        self.shapes = []
 
     def start(self, call, weight, *args, **kwargs):
         call(weight, *args, **kwargs)
@@ -203,12 +207,14 @@ class Watch(Watcher):
         now.all_reduces_per_step = round(sent)
         now.workers = max(now.workers, len(multiprocessing.active_children()))
         recorder.write(now)
+        self.count(own)
         self.optimizer, self.done, self.sent = optimizer, now, 0
         self.now = Step(passes=[], dtypes=set(), workers=now.workers)
 
     def on_exit(self) -> None:
         """Record the final weights (of sharded weights, those after the last step)."""
         if done := self.done:
+            self.count(weights(self.optimizer))
             self.last.weights = done.after if done.sharded else flat(self.optimizer)
             recorder.write(self.last)
 
@@ -255,8 +261,8 @@ class Reads(TorchFunctionMode):
 def be_rank(run: "Run", variables: dict[str, str]) -> None:
     """Run a script as one of its processes, with these environment variables.
 
-    On all ranks but 0, sleep() returns immediately, so it hides no race, and the clock
-    is fast, as another machine's may be.
+    On all ranks but 0, sleep() returns immediately, so it hides no race, and time() is
+    1000 seconds ahead, as another machine's clock may be.
     """
     gc.freeze()  # garbage collections then ignore the modules: this halves the time
     os.setsid()  # a session, so that its child processes are killed, too
