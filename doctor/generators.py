@@ -32,8 +32,9 @@ def cause(job, name: str, pair: list[Event]) -> tuple[str, str]:
         own = process.loaders if works else process.events
         seeds = [x for x in own if isinstance(x, Seed) and x.generator == name]
         earlier = [x for x in seeds if x.time <= draw.time]
-        if len({x.place for x in earlier[-2:]}) < len(earlier[-2:]):  # as in Lightning
-            earlier = [x for x in earlier if "state" not in x.call] or earlier
+        kinds = {(x.place, "state" in x.call) for x in earlier[-2:]}
+        if len({place for place, _ in kinds}) < len(kinds):  # as in Lightning
+            earlier = [x for x in earlier[-2:] if "state" not in x.call]
         found.append(earlier[-1] if earlier else None)
     place = found[0].place if found[0] else pair[0].place
     if found[0] and len({one and one.call for one in found}) == 1:

@@ -513,19 +513,19 @@ def test_the_origin_of_equal_states_is_named():
 
     def rank(number, *calls):
         draw = {"where": "forward", "count": 9, "drops": True, "place": "a.py:8"}
-        found = [Seed(generator="torch", call=x, place="a.py:3") for x in calls]
+        found = [Seed(generator="torch", call=x[2:], place=x[0]) for x in calls]
         for k in range(20):
             states = {"torch": k if k > 11 else hash((k, number))}
             found.append(event(Draw, k, **draw, states=states, time=k + 1))
         return found
 
-    for calls in ([], ["torch.set_rng_state()"], ["seed(7)", "torch.set_rng_state()"]):
+    seed, state = "2 seed(7)", "2 torch.set_rng_state()"
+    for calls in ([], [state], [seed, state], ["1 seed(7)", state, state]):
         found = report(rank(0, *calls), rank(1, *calls))
         assert named(found) == {"same_random_numbers"}
-        (one,) = found.findings
-        assert one.place == ("a.py:3" if calls else "a.py:8")
-        assert not calls or f"since {calls[0]} on each rank" in one.what
-        assert one.mend.startswith("Save each rank's own") == (len(calls) == 1)
+        one, saved = found.findings[0], bool(calls) and seed not in calls
+        assert one.place == ("2" if calls else "a.py:8")
+        assert ("set_rng_state()" in one.what) == one.mend.startswith("Save") == saved
 
 
 def test_accuracies_and_what_they_belong_to_are_read_from_text():

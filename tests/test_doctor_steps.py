@@ -641,7 +641,7 @@ def test_tensors_are_matched_by_their_names_and_networks_by_their_tensors():
 @pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.parametrize("count, first", [(20, 20), (40, 20), (20, 0)])
 def test_a_search_among_a_ranks_own_samples_is_named(count, first, calls, monkeypatch):
-    """Not if it uses all ranks' samples, at once or in parts, or if all validate the same."""
+    """Not if it uses all ranks' samples, whole or in parts, or if all validate the same."""
     found, square = written(monkeypatch), torch.rand(count, count)
     Searches.here.search(torch.Tensor.argmax, square, 1)  # gradients are enabled
     with torch.no_grad():
@@ -704,12 +704,12 @@ def test_passes_of_a_skipped_or_repeated_step_are_not_lost(monkeypatch):
         watcher.scaler_step(call, None, optimizer)
         assert watcher.local == left
     found = written(monkeypatch)
-    for number in (1, 2):
+    for number in (1, 2, 3):
         watcher.on_backward(weight)
         watcher.local = {id(weight): [(number, weight.detach())]}
         watcher.on_step(optimizer, [weight], [[1.0]])
         watcher.on_clear([weight])
-    assert [one.lost for one in found] == [[], []]
+    assert [one.lost for one in found] == [[], [], []]
 
 
 def test_what_a_checkpoint_in_parts_holds(monkeypatch):

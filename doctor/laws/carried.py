@@ -35,7 +35,7 @@ class Kept(Event, limit=300):
     moment: str  # saved: torch.save() has returned; next, loaded: at the next pass
     path: str
     mark: int = 0  # a hash of the file's contents
-    counts: dict[str, list[float]]  # numbers by name
+    counts: dict[str, list[float]]  # numbers by name (NaN: a best result is None)
     arrays: dict[str, list[list[float]]] = field(default_factory=dict)  # in objects
     # A class -> for each network: weight -> whether it is trained, and a few elements
     networks: dict[str, list[dict[str, tuple[bool, list[float]]]]] = field(
@@ -276,6 +276,7 @@ def fallen(
         sign = 1 if values[-1] > start else -1
         later = [one for one in events if isinstance(one, Kept)]
         later = [one.counts.get(name, [start])[-1] for one in later]
+        # NaN, too, is a number that begins again
         begins = [not sign * x >= sign * start for x in (*later, now.counts[name][0])]
         counter = type(last.counts[name][0]) is int and min(gains) > 0
         slower = any(0 < x[-1] - x[0] < values[-1] - start for x in series.values())

@@ -10,15 +10,7 @@ from ..loaders import leaves
 from ..moments import Step
 from ..record import place, recorder, torch, wrap
 from ..watcher import Watcher
-from .checkpoints import (
-    Checkpoints,
-    Saved,
-    floats,
-    has,
-    no_optimizer,
-    parts,
-    path_of,
-)
+from .checkpoints import Checkpoints, Saved, floats, has, no_optimizer, parts, path_of
 from .files import LAW, base
 
 

@@ -8,6 +8,7 @@ status is 0 if all labs pass, 1 if one fails, and 2 for an unknown lab. A run wi
 progress for 10 seconds counts as hanging; set PATIENCE to change this limit.
 """
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -64,18 +65,19 @@ def grade(script: Path) -> str | None:
 
 
 def spoil(folder: Path) -> bool:
-    """Delete a run's checkpoint, change its other files; return if there are any."""
+    """Delete a run's checkpoint, and change its other files.
+
+    Return whether there are other files.
+    """
     (folder / CHECKPOINT).resolve().unlink(missing_ok=True)
     (folder / CHECKPOINT).unlink(missing_ok=True)
     # The grader itself has made copies such as 6.pt: see play.py
     files = [path for path in folder.rglob("*.pt") if not path.stem.isdecimal()]
     for path in files:
-        try:
+        with contextlib.suppress(Exception):  # such as an empty file, used as a flag
             content = torch.load(path, map_location="cpu", weights_only=True)
             changed = tree_map_only(torch.Tensor, lambda one: one * 3 + 1, content)
             torch.save(changed, path)
-        except Exception:  # such as an empty file, which only says that it is there
-            continue
     return bool(files)
 
 
