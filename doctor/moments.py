@@ -43,6 +43,8 @@ class Wraps(Event, limit=20):
 class Moments(Watcher):
     """Wraps the functions that all laws need, and tracks the current step and batch."""
 
+    outlet = None  # the hook of the network that runs
+
     def __init__(self):
         self.known = {}  # a weight's id -> its number and a weak reference
         self.names = {}  # a weight's id -> its name
@@ -65,11 +67,9 @@ class Moments(Watcher):
         dist = torch.distributed
         from torch.optim import optimizer as optimizers
 
-        module = torch.nn.modules.module
         optimizers.register_optimizer_step_pre_hook(quiet(self.before_step))
         optimizers.register_optimizer_step_post_hook(quiet(self.end_step))
-        module.register_module_forward_pre_hook(quiet(self.before_forward))
-        module.register_module_forward_hook(quiet(self.after_forward), always_call=True)
+        self.listen()
         wrap(torch.optim.Optimizer, "add_param_group", self.add_param_group)
         wrap(torch.optim.Optimizer, "zero_grad", self.zero_grad)
         wrap(torch.nn.Module, "zero_grad", self.zero_grad)
@@ -148,6 +148,8 @@ class Moments(Watcher):
         # Horovod's step() averages, and then calls step() of the same optimizer
         averages = hasattr(optimizer, "_should_synchronize")
         averages = averages and self.inner is not optimizer
+        if recorder.timing and float(getattr(optimizer, "found_inf", None) or 0):
+            return  # a fused optimizer skips infinite gradients
         self.optimized = True  # also if it was created before a fork
         self.inner = optimizer  # a wrapped optimizer's step contains another step
         if recorder.timing and not averages:
@@ -162,7 +164,8 @@ class Moments(Watcher):
         if recorder.timing:
             tell("after_step", optimizer, whole(weights(optimizer)))
         self.count_step(optimizer)
-        self.inner, self.depth = None, 0
+        self.inner = None
+        self.leave()  # if it has stopped in an unusual way
         recorder.ticks += 1
         if not recorder.timing:
             while self.handles:
@@ -252,12 +255,29 @@ class Moments(Watcher):
         recorder.write(Wraps())
         tell("on_wrap", model, place())
 
+    def listen(self) -> None:
+        """Wait for the call of a network, whose layers then run without this hook."""
+        hooks = torch.nn.modules.module
+        hook = quiet(self.before_forward)
+        self.entry = hooks.register_module_forward_pre_hook(hook)
+
+    def leave(self) -> None:
+        """The network, if any, has returned."""
+        if self.outlet:
+            self.outlet.remove()
+            self.outlet = None
+            self.listen()
+        self.depth = 0
+
     def before_forward(self, module, inputs) -> None:
-        if threading.get_ident() != self.thread or (not self.depth and traced()):
+        if self.depth or threading.get_ident() != self.thread or traced():
             return
-        self.depth += 1
-        if self.depth > 1:
-            return  # calls inside a network are not checked again
+        register = module.register_forward_hook
+        if isinstance(module, torch.jit.ScriptModule):  # it refuses hooks of its own
+            register = torch.nn.modules.module.register_module_forward_hook
+        self.outlet = register(quiet(self.after_forward), always_call=True)
+        self.entry.remove()
+        self.depth = 1
         if self.passed:
             quiet(self.end_by_hand)()
         if recorder.timing:
@@ -267,10 +287,8 @@ class Moments(Watcher):
             tell("on_input", module, leaves(inputs))
 
     def after_forward(self, module, _, outputs) -> None:
-        if threading.get_ident() != self.thread:
-            return
-        inside, self.depth = self.depth, max(0, self.depth - 1)
-        if inside != 1 or isinstance(module, torch.nn.modules.loss._Loss):
+        self.leave()
+        if isinstance(module, torch.nn.modules.loss._Loss):
             return
         recorder.ticks += 1
         tell("on_output", module, outputs, Loaders.here.next_read())

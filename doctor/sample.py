@@ -22,27 +22,36 @@ def positions(count: int, most: int) -> tuple[int, ...]:
 
 
 @functools.lru_cache(512)
-def _index(count: int, most: int, device: str):
+def _index(count: int, most: int, device):
     return torch.tensor(positions(count, most), device=device)
 
 
-def picked(tensor, most: int):
-    """Return a few numbers of a tensor: (at most `most`,) float64, on its device."""
+def few(tensor, most: int):
+    """Return a few numbers of a tensor: (at most `most`,), on its device."""
     if tensor.is_sparse:  # use column sums, which add up over ranks
         tensor = tensor._values().sum(0)
-    flat = tensor.detach().reshape(-1)
-    if flat.numel() > most:
-        flat = flat[_index(flat.numel(), most, str(flat.device))]
-    return flat.double()
+    tensor, count = tensor.detach(), tensor.numel()
+    if count <= most:
+        return tensor.reshape(-1)
+    index = _index(count, most, tensor.device)
+    if tensor.is_floating_point() and tensor.element_size() > 1:
+        return tensor.take(index)  # copies nothing, also with channels_last
+    return tensor.reshape(-1)[index]
+
+
+def picked(tensor, most: int):
+    """Return a copy of a few numbers: (at most `most`,) float64, on the same device."""
+    return few(tensor, most).to(torch.float64, copy=True)
 
 
 def numbers(tensors: Sequence, most: int = 8) -> list[list[float]]:
     """Return a few numbers of each tensor ([] for None), read in one transfer."""
-    parts = [None if x is None else picked(x, most) for x in tensors]
+    parts = [None if x is None else few(x, most) for x in tensors]
     there = [x for x in parts if x is not None]
-    flat = torch.cat([x.to(there[0].device) for x in there]).tolist() if there else []
-    left = iter(flat)
-    return [[] if x is None else [*islice(left, len(x))] for x in parts]
+    if len({(x.dtype, x.device) for x in there}) > 1:
+        there = [x.to(there[0].device, torch.float64) for x in there]
+    left = iter(torch.cat(there).double().tolist() if there else ())
+    return [[] if x is None else [*islice(left, x.numel())] for x in parts]
 
 
 def flat(rows: list[list[float]]) -> tuple[int, list[float]]:
@@ -55,7 +64,7 @@ def hashes(rows, most: int = 64) -> list[int]:
     """Return a hash of each row of a tensor (N, ...), the same in all processes."""
     flat = rows.detach().reshape(len(rows), -1)
     if flat.size(1) > most:
-        flat = flat[:, _index(flat.size(1), most, str(flat.device))]
+        flat = flat[:, _index(flat.size(1), most, flat.device)]
     bits = flat.double().contiguous().view(torch.int64)
     bits = bits ^ (bits >> 29)
     mixed = (bits * torch.tensor(_odd(flat.size(1)), device=flat.device)).sum(1)

@@ -70,7 +70,7 @@ class Alive(Watcher):
         self.steps.update(map(id, own))
         self.alive.update(sampled)
         self.nonzero |= sampled
-        for weight in own:
+        for weight in (x for x in own if x.element_size() < 4):
             # The step is no copy of a scalar weight
             state = (optimizer.state.get(weight, {}) | {"step": None}).values()
             same = [x for x in state if getattr(x, "shape", None) == weight.shape]

@@ -2,8 +2,9 @@
 
 import re
 import weakref
-from functools import partial
+from functools import partial, reduce
 from itertools import compress
+from operator import add
 
 from ..event import Event
 from ..law import WRONG, Breach, Law, check, several
@@ -127,9 +128,9 @@ class Passes(Watcher):
         if key in self.stepped or weight.grad is None:
             self.local.pop(key, None)
         if key in self.stepped and weight.grad is not None:
-            self.stale[key] = picked(weight.grad, 8).clone()
+            self.stale[key] = picked(weight.grad, 8)
         self.stepped.discard(key)
-        entry = self.number, picked(gradient, 8).clone()
+        entry = self.number, picked(gradient, 8)
         self.local.setdefault(key, []).append(entry)
 
     def on_clear(self, weights) -> None:
@@ -177,7 +178,7 @@ class Passes(Watcher):
         order = sorted({n for one in found for n, _ in one} & {*self.passes})
         groups = [[n] for n in order] if len(order) <= SEPARATE else [order]
         sums = [
-            sum(own) if (own := [x for n, x in one if n in group]) else None
+            reduce(add, own) if (own := [x for n, x in one if n in group]) else None
             for group in groups
             for one in found
         ]

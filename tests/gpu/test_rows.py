@@ -135,5 +135,3 @@ def test_a_resumed_run_ends_as_a_whole_one(train, strategy, level, tmp_path):
     train(strategy, *flags_of(level), "--epochs", 1, output=parts)
     resumed = train(strategy, *flags_of(level), "--resume", output=parts)
     assert difference(whole, resumed) <= RESUMED
-    weights = torch.load(parts / "checkpoint.pt", weights_only=True)
-    assert all(one.device.type == "cpu" for one in weights["state_dict"].values())
