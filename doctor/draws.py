@@ -13,9 +13,8 @@ from traceback import walk_stack
 from .event import Event
 from .generators import state_of
 from .job import Job
-from .moments import runs_normally
 from .neighbours import Input
-from .record import LIBRARY, not_the_users, place, recorder, torch, wrap
+from .record import LIBRARY, not_the_users, place, recorder, runs_normally, torch, wrap
 from .results import Measured
 from .sample import digest, numbers, positions
 from .watcher import Watcher

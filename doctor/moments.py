@@ -37,13 +37,15 @@ class Step(Event):
 
 
 class Wraps(Event, limit=20):
-    """The script wraps a network in DistributedDataParallel."""
+    """The script has wrapped a network in DistributedDataParallel."""
+
+    weights: list[str]  # names and shapes
+    frozen: list[str]  # weights that need no gradient, so DDP does not average them
+    place: str
 
 
 class Moments(Watcher):
     """Wraps the functions that all laws need, and tracks the current step and batch."""
-
-    outlet = None  # the hook of the network that runs
 
     def __init__(self):
         self.known = {}  # a weight's id -> its number and a weak reference
@@ -69,6 +71,7 @@ class Moments(Watcher):
 
         optimizers.register_optimizer_step_pre_hook(quiet(self.before_step))
         optimizers.register_optimizer_step_post_hook(quiet(self.end_step))
+        self.own, self.entered = [], quiet(self.before_forward)
         self.listen()
         wrap(torch.optim.Optimizer, "add_param_group", self.add_param_group)
         wrap(torch.optim.Optimizer, "zero_grad", self.zero_grad)
@@ -252,30 +255,36 @@ class Moments(Watcher):
     def ddp(self, call, model, *args, **kwargs):
         call(model, *args, **kwargs)
         self.learn(model)
-        recorder.write(Wraps())
-        tell("on_wrap", model, place())
+        own = [*model.module.named_parameters()]
+        names = [f"{name} {tuple(one.shape)}" for name, one in own]
+        frozen = [name for name, one in own if not one.requires_grad]
+        recorder.write(Wraps(weights=names, frozen=frozen, place=place()))
 
     def listen(self) -> None:
         """Wait for the call of a network, whose layers then run without this hook."""
-        hooks = torch.nn.modules.module
-        hook = quiet(self.before_forward)
-        self.entry = hooks.register_module_forward_pre_hook(hook)
+        register = torch.nn.modules.module.register_module_forward_pre_hook
+        self.entry = register(self.entered)
 
     def leave(self) -> None:
         """The network, if any, has returned."""
-        if self.outlet:
-            self.outlet.remove()
-            self.outlet = None
+        if self.own:
+            while self.own:
+                self.own.pop().remove()
             self.listen()
         self.depth = 0
 
     def before_forward(self, module, inputs) -> None:
-        if self.depth or threading.get_ident() != self.thread or traced():
+        if threading.get_ident() != self.thread or traced():
+            return
+        if self.depth:  # in a backward pass or a dataset, or the network calls itself
+            self.depth += bool(self.own)
             return
         register = module.register_forward_hook
         if isinstance(module, torch.jit.ScriptModule):  # it refuses hooks of its own
             register = torch.nn.modules.module.register_module_forward_hook
-        self.outlet = register(quiet(self.after_forward), always_call=True)
+        else:
+            self.own.append(module.register_forward_pre_hook(self.entered))
+        self.own.append(register(quiet(self.after_forward), always_call=True))
         self.entry.remove()
         self.depth = 1
         if self.passed:
@@ -287,6 +296,11 @@ class Moments(Watcher):
             tell("on_input", module, leaves(inputs))
 
     def after_forward(self, module, _, outputs) -> None:
+        if threading.get_ident() != self.thread:
+            return
+        self.depth -= 1
+        if self.depth:
+            return
         self.leave()
         if isinstance(module, torch.nn.modules.loss._Loss):
             return
@@ -334,22 +348,3 @@ def weights(optimizer) -> list:
 def whole(tensors) -> list:
     """Return the tensors that a process holds in full, unlike FSDP2's shards."""
     return [one for one in tensors if not hasattr(one, "placements")]
-
-
-def runs_normally() -> bool:
-    """Return whether this is the main thread and nothing is being traced."""
-    return not traced() and threading.current_thread() is threading.main_thread()
-
-
-def kind(module) -> str:
-    """Return "batch norm" or "dropout" if a module is such a layer, else ""."""
-    layers = torch.nn.modules
-    if isinstance(module, layers.batchnorm._BatchNorm):
-        return "batch norm" if module.track_running_stats else ""
-    drops = isinstance(module, layers.dropout._DropoutNd) and module.p > 0
-    return "dropout" if drops else ""
-
-
-def trains(network) -> bool:
-    """Return whether dropout or batch norm layers are in training mode."""
-    return any(one.training and kind(one) for one in network.modules())

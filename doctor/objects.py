@@ -184,3 +184,17 @@ def count_of(value) -> int:
         return len(value)
     whole = type(value) in (int, float) and 1 < value < 2**53 and value == int(value)
     return int(value) if whole else 0
+
+
+def kind(module) -> str:
+    """Return "batch norm" or "dropout" if a module is such a layer, else ""."""
+    layers = torch.nn.modules
+    if isinstance(module, layers.batchnorm._BatchNorm):
+        return "batch norm" if module.track_running_stats else ""
+    drops = isinstance(module, layers.dropout._DropoutNd) and module.p > 0
+    return "dropout" if drops else ""
+
+
+def trains(network) -> bool:
+    """Return whether dropout or batch norm layers are in training mode."""
+    return any(one.training and kind(one) for one in network.modules())

@@ -179,6 +179,11 @@ def traced() -> bool:
     return functions is not None or torch._C._len_torch_dispatch_stack() > 0
 
 
+def runs_normally() -> bool:
+    """Return whether this is the main thread and nothing is being traced."""
+    return not traced() and threading.current_thread() is threading.main_thread()
+
+
 def not_the_users() -> tuple[str, ...]:
     """Return the path prefixes of the files of this package and of PyTorch."""
     return OWN, os.path.dirname(torch.__file__), "<"

@@ -9,9 +9,10 @@ from math import inf
 
 from .event import Event
 from .loaders import Loaders, leaves
-from .moments import Moments, runs_normally, trains
+from .moments import Moments
 from .numbers import numbers, others
-from .record import place, recorder, torch, wrap
+from .objects import trains
+from .record import place, recorder, runs_normally, torch, wrap
 from .sample import MOST, digest, rows_of
 from .watcher import Watcher
 

@@ -45,9 +45,6 @@ class Watcher:
     def on_output(self, network, outputs, batch: "dict | None") -> None:
         """The outermost network has returned; `batch` describes its batch."""
 
-    def on_wrap(self, model, place: str) -> None:
-        """The script has wrapped a network in DistributedDataParallel."""
-
     def on_backward(self, root) -> None:
         """A backward pass begins at `root` (one or several tensors)."""
 

@@ -435,11 +435,8 @@ def test_inputs_and_labels_that_differ_between_the_ranks():
 
 def test_batches_that_later_epochs_skip_after_a_resume():
     """accelerate's loaders read the next batch before they return one."""
-    for again, ahead, wanted in (
-        (1, 0, set()),
-        (3, 0, {"skipped_again"}),
-        (3, 1, set()),
-    ):
+    cases = (1, 0, set()), (3, 0, {"skipped_again"}), (3, 1, set())
+    for again, ahead, wanted in cases:
         rank, step, number = [], 0, 0
         for one in fed([*range(64)], 5, sampler="Own"):
             one.step, number = step, getattr(one, "number", number)
@@ -886,7 +883,7 @@ def test_short_steps_are_not_slow():
 
 
 ALONE = """
-import gc, sys, weakref, torch
+import contextlib, gc, sys, weakref, torch
 with torch.device("meta"):
     assert torch.rand(2).is_meta and torch.tensor([1]).is_meta
 class Order(list):
@@ -903,6 +900,12 @@ for _ in range(70):
     net(x).sum().backward()
     optimizer.step()
     print("\\rloss 0.5" + 99 * " ", end="")
+hooks, look = torch.nn.modules.module._global_forward_pre_hooks, torch.nn.Module()
+look.forward = lambda number: (number and look(number - 1)) + len(hooks)
+for number in (2, None, 1):
+    with contextlib.suppress(TypeError):
+        assert look(number) == 0  # a network's layers run without hooks
+    assert len(hooks) == 1 and not (look._forward_hooks or look._forward_pre_hooks)
 del net, optimizer, data, order
 gc.collect()
 assert gone() is None and chosen() is None

@@ -7,6 +7,7 @@ from statistics import median, median_high
 
 from ..job import Job
 from ..law import NOTE, RISK, WRONG, Breach, check, need, several
+from ..moments import Wraps
 from .losses import by_share
 from .meeting import collectives_differ, one_network, same_steps
 from .passes import LAW, Update, not_awaited
@@ -18,7 +19,6 @@ from .replicas import (
     weights_differ,
     weights_drift,
 )
-from .states import Layout
 
 CAUSES = weights_differ, not_awaited, collectives_differ  # of unequal gradients
 UNKNOWNS = 12  # maximum number of passes (on all ranks) whose shares doctor computes
@@ -188,7 +188,7 @@ def apart(row: list[Update]) -> list[str]:
 
 def reason_of(job: Job, row: list[Update], names: list[str]) -> tuple:
     """Return the reason why gradients are not averaged, the advice and the level."""
-    one, layouts = row[0], job.processes[0].of(Layout)
+    one, layouts = row[0], job.processes[0].of(Wraps)
     forwards = [x["forwards"][-1] for x in one.passes if x["forwards"]]
     if layouts and not forwards:
         mend = "Call model(x), not model.module(x) or the network inside."

@@ -4,8 +4,9 @@ import weakref
 from dataclasses import dataclass, field
 
 from ..loaders import leaves
-from ..moments import Moments, kind, runs_normally
-from ..record import STEPS, place, quiet, recorder, torch
+from ..moments import Moments
+from ..objects import kind
+from ..record import STEPS, place, quiet, recorder, runs_normally, torch
 from ..watcher import Watcher
 
 

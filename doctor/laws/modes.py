@@ -6,7 +6,8 @@ from collections import Counter
 from ..event import Event
 from ..law import RISK, Breach, check, need
 from ..loaders import EpochEnd, Loaders
-from ..moments import Moments, Step, kind, trains
+from ..moments import Moments, Step
+from ..objects import kind, trains
 from ..record import not_the_users, place, recorder, torch, wrap
 from ..watcher import Watcher
 from .alive import LAW, Alive, dead_weights, not_in_an_optimizer

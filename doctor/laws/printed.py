@@ -6,31 +6,21 @@ from contextlib import suppress
 from dataclasses import replace
 from math import inf
 
+from .. import numbers
 from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need
 from ..loaders import Batch, Epoch, EpochEnd
 from ..moments import Step
 from ..neighbours import Input
-from ..numbers import (
-    BEST,
-    POWERS,
-    REPEATED,
-    SIZES,
-    Group,
-    Number,
-    gap_of,
-    of_perplexities,
-    results,
-)
-from ..numbers import others as other_results
+from ..numbers import BEST, POWERS, REPEATED, SIZES, Group, Number, gap_of
 from ..reads import feeds
 from ..results import OTHER, Measured, Printed, repeated
 from .gradient import fits, near, not_averaged
 from .passes import Update
-from .replicas import names_differ, weights_differ, weights_drift
+from .replicas import weights_differ, weights_drift
 from .samples import datasets_differ
 
 LAW = Law(7, "printed", "Printed results are true")
-CAUSES = datasets_differ, not_averaged, names_differ, weights_differ, weights_drift
+CAUSES = datasets_differ, not_averaged, weights_differ, weights_drift
 SORT = "Gather the labels, too: DistributedSampler changes the order of the samples."
 MEANS = {("mean", 1), ("other mean", 1)}  # Term.kind and Term.inner
 TRAINING = "which a network in training mode has computed"
@@ -87,7 +77,7 @@ def groups(job) -> list[Group]:
             group.ranks.setdefault(process.rank, []).append(row)
             group.times.setdefault(process.rank, []).append(one.at)
             group.step = max(group.step, one.after)
-    kinds = {x.kind for line in job.of(Printed) for x in results(line.text)}
+    kinds = {x.kind for line in job.of(Printed) for x in numbers.results(line.text)}
     for count in {1, *(int(x[3:]) for x in kinds if x[:3] == "top")}:
         for name, one in [*found.items()]:
             values = [x for rows in one.ranks.values() for row in rows for x in row[0]]
@@ -140,10 +130,10 @@ def judged(job) -> dict[tuple, list]:
     for line in job.of(Printed):
         words = re.sub(r"\d[\d.]*", "#", line.text)  # helpers print many texts
         words = " ".join(words.split())
-        for order, number in enumerate(results(line.text)):
+        for order, number in enumerate(numbers.results(line.text)):
             key = line.rank, line.place, words, order, number.kind
             sites.setdefault(key, []).append(judge(job, everything, line, number))
-        for name, text in other_results(line.text):  # it may be a loss
+        for name, text in numbers.others(line.text):  # it may be a loss
             number = Number("loss", float(text), gap_of(text), 1, None, "any", text, "")
             fits = judge(job, everything, line, number)
             sized = isinstance(fits, dict) and any(x[2] == SIZES for x in fits.values())
@@ -202,7 +192,9 @@ def judge(job, everything: list[Group], line: Printed, number: Number):
         for name, mend, top, bottom in one.wrong(earlier):
             if number.equals((top, bottom)):
                 fits.setdefault(name, (line, number, mend, right))
-        for ratio in of_perplexities(one) if number.kind == "perplexity" else ():
+        for ratio in (
+            numbers.of_perplexities(one) if number.kind == "perplexity" else ()
+        ):
             if number.equals(ratio):
                 name = "the mean of the batches' perplexities"
                 fits.setdefault(name, (line, number, POWERS, right))
@@ -271,7 +263,7 @@ def unchecked(job) -> str:
     for line in job.of(Printed):
         if known := OTHER.search(line.text):
             return f"{known[1]} at {line.place}"
-        for name, value in other_results(line.text):
+        for name, value in numbers.others(line.text):
             if seen.setdefault((name, line.rank, line.place), value) != value:
                 return f"{name} at {line.place}"
     return ""

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from functools import cache
-from itertools import chain, pairwise, zip_longest
+from itertools import chain, pairwise
 from operator import ne
 from statistics import median
 
@@ -17,7 +17,7 @@ from ..objects import COPY, LAYER
 from .checkpoints import Saved
 from .meeting import Call, collectives_differ, one_network, same_steps
 from .resume import Resumed
-from .states import LAW, Layout, State, late_network
+from .states import LAW, State, late_network
 
 NONE = "no step with unsharded weights was seen on all ranks"
 
@@ -122,30 +122,11 @@ def whole_weights(job: Job, names: list[str]) -> None:
 
 
 @check(LAW, WRONG, read="lesson 5")
-def names_differ(job):
-    """The ranks' weights or buffers have different names, or a different order.
-
-    Create layers and buffers in the same order in every process: sort names that come
-    from a set() or from the file system. DDP matches tensors by their position.
-    """
-    rows = zip(*(process.of(Layout) for process in job.processes), strict=False)
-    for row in need([*rows], "DDP is not used"):
-        for kind in ("weights", "buffers"):
-            lists = [getattr(one, kind) for one in row]
-            others = [n for n, own in enumerate(lists) if own != lists[0]]
-            for rank in others[:1]:
-                pairs = zip_longest(lists[0], lists[rank], fillvalue="nothing")
-                one, other = next(x for x in pairs if x[0] != x[1])
-                what = f"rank {rank} has other {kind} than rank 0 (or in another order)"
-                what += f": {other}, but {one} on rank 0"
-                yield Breach(what, row[rank].place)
-
-
-@check(LAW, WRONG, causes=[names_differ], read="lesson 5")
 def weights_differ(job):
     """The ranks start with different weights.
 
-    Wrap the network in DDP when all its weights exist, or broadcast them from rank 0.
+    Wrap the network in DDP when all its weights exist, in the same order on all ranks,
+    or broadcast them from rank 0.
     """
     rows = need(states_of(job, "step", "weights"), NONE)
     found = first(rows[:1], "weights", 1e-6, parts_of_layers(job))
@@ -155,7 +136,7 @@ def weights_differ(job):
         yield Breach(f"before the first step, {found[1]}", rows[0][0].place)
 
 
-EARLIER = names_differ, weights_differ, collectives_differ
+EARLIER = weights_differ, collectives_differ
 
 
 @check(LAW, RISK, general=True, causes=EARLIER, read="pitfall 11")
@@ -202,7 +183,7 @@ def weights_drift(job):
         raise Doubt(f"{listed(sorted(parts))} {text}")
 
 
-@check(LAW, RISK, causes=[names_differ, weights_differ, weights_drift])
+@check(LAW, RISK, causes=[weights_differ, weights_drift])
 def other_network_differs(job):
     """A network that no optimizer trains, such as a teacher, differs between the ranks.
 

@@ -6,7 +6,7 @@ from collections import Counter
 from ..event import Event, Exit
 from ..law import Doubt, Law
 from ..loaders import Loaders
-from ..moments import Moments, Step
+from ..moments import Moments, Step, Wraps
 from ..objects import Objects, label_of
 from ..record import STEPS, place, recorder, torch
 from ..sample import digest, flat, numbers
@@ -15,15 +15,6 @@ from ..watcher import Watcher
 LAW = Law(4, "replicas", "Replicas are equal")
 # Before these steps, doctor compares optimizer states
 STATES = {1, 2, 5, 10, 20, STEPS - 1}
-
-
-class Layout(Event, limit=20):
-    """The weights and buffers of a network that DistributedDataParallel has wrapped."""
-
-    weights: list[str]  # names and shapes, in their order
-    buffers: list[str]
-    frozen: list[str]  # weights that need no gradient, so DDP does not average them
-    place: str
 
 
 class State(Event, limit=1000):
@@ -53,13 +44,6 @@ class Replicas(Watcher):
         self.validated, self.seen, self.others = set(), set(), {}
         self.labels, self.made, self.objects = {}, Counter(), Objects()
         self.started = self.ran = False
-
-    def on_wrap(self, model, where) -> None:
-        own = [*model.module.named_parameters()], model.module.named_buffers()
-        names = [[f"{name} {tuple(x.shape)}" for name, x in pairs] for pairs in own]
-        frozen = [name for name, one in own[0] if not one.requires_grad]
-        layout = Layout(weights=names[0], buffers=names[1], frozen=frozen, place=where)
-        recorder.write(layout)
 
     def on_input(self, network, inputs) -> None:
         if not self.ran and torch.is_grad_enabled():  # not while codes are initialized
@@ -154,9 +138,9 @@ def late_network(job) -> None:
     """Raise Doubt if DDP wraps another network only after the watched steps."""
     own = job.processes[0]
     last = max((x.step for x in own.of(Step) if x.watched), default=0)
-    early = [(x.weights, x.frozen) for x in own.of(Layout) if x.step <= last]
+    early = [(x.weights, x.frozen) for x in own.of(Wraps) if x.step <= last]
     end = max((one.step for one in own.of(Exit)), default=0)
-    for one in own.of(Layout):
+    for one in own.of(Wraps):
         if early and last < one.step < end and (one.weights, one.frozen) not in early:
             what = f"the network that DDP wraps after step {one.step} was not watched"
             raise Doubt(f"{what}; --steps {one.step + STEPS} watches it")

@@ -10,9 +10,9 @@ from statistics import fmean
 from ..event import Event
 from ..law import RISK, WRONG, Breach, check, several
 from ..loaders import Batch
-from ..moments import Moments, runs_normally
+from ..moments import Moments
 from ..numbers import BEST, SPLITS, gap_of, others, results
-from ..record import not_the_users, place, recorder, torch, wrap
+from ..record import not_the_users, place, recorder, runs_normally, torch, wrap
 from ..results import OTHER, Measured, Printed, Scored
 from ..sample import digest
 from ..watcher import Watcher

@@ -7,14 +7,13 @@ from statistics import fmean, median
 from ..event import Event
 from ..job import Process
 from ..law import SLOW, Breach, Law, check, need
-from ..moments import Moments
+from ..moments import Moments, Wraps
 from ..record import recorder, torch, wrap
 from ..watcher import Watcher
 from .gradient import not_averaged
 from .meeting import hangs
 from .modes import Validation, validations
 from .passes import Update
-from .states import Layout
 
 LAW = Law(10, "time", "Time is spent on useful work")
 LEAST = 0.05  # seconds: doctor does not judge shorter steps
@@ -178,7 +177,7 @@ def every_micro_batch(job):
 
     Use model.no_sync() in all passes of a step except the last.
     """
-    need(job.of(Layout), "DDP is not used")
+    need(job.of(Wraps), "DDP is not used")
     for row in job.rows(Update):
         passes = row[0].passes
         forwards = [one["forwards"][-1] for one in passes if one["forwards"]]
