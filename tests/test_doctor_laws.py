@@ -19,12 +19,12 @@ from test_doctor_steps import event, judged, known, law, one_pass, written
 from torch.utils.data import DataLoader, TensorDataset
 
 from doctor.draws import Drawn, Made, Order, Own, shuffled
-from doctor.event import Exit, Failed, Joins, Waits
+from doctor.event import Exit, Failed, Waits
 from doctor.job import Job, Process, read
 from doctor.laws.losses import Term
-from doctor.laws.meeting import IMPORTS, Call, gradient, hangs
+from doctor.laws.meeting import MENDS, Call, gradient, hangs
 from doctor.laws.passes import Update
-from doctor.laws.places import Places, cannot_join
+from doctor.laws.places import Places
 from doctor.laws.printed import OTHER
 from doctor.laws.randomness import Draw, Seed
 from doctor.laws.ranks import Facts, Measured
@@ -154,18 +154,6 @@ def test_samples_whose_contents_differ():
                 one.rows = array("q", [x + shift * (x < count) for x in one.rows])
         wanted = {"datasets_differ"} if count and epochs == 4 else set()
         assert named(report(*ranks, steps=0)) == wanted
-
-
-@pytest.mark.parametrize("same", [True, False])
-def test_masks_that_ranks_draw_alike_with_their_own_generators(same):
-    ranks = [loop([*range(n, 480, 2)], 0) for n in (0, 1)]
-    for rank, own in enumerate(ranks):
-        draws = random.Random(1 if same else rank)
-        for one in each(Input, [own]):
-            one.few = [[x * (draws.random() > 0.3) for x in row] for row in one.few]
-    assert ("the same places" in str(report(*ranks).verdicts[2].not_judged)) is same
-    found = report(*(own + [Own(states=[n]) for n in (1, 2)] for own in ranks)).findings
-    assert [x.check for x in found] == ["same_inputs"] * same
 
 
 def test_what_networks_get_and_what_is_drawn_for_it():
@@ -340,6 +328,11 @@ def test_integers_that_name_a_streams_samples(names):
     assert all(x.mend.startswith("Yield only every") for x in found.findings)
     found = report(*[fed([*range(64)], sampler="WeightedRandomSampler")] * 2, steps=0)
     assert found.findings[0].mend.startswith("Seed the sampler's")
+    for copies, wanted in ((1, {"same_samples"}), (2, set())):
+        ranks = [fed([*range(64)], sampler="Own") for _ in range(2)]
+        for one in each(Feed, ranks):
+            one.sampler = {"num_repeats": copies}  # as for repeated augmentation
+        assert named(report(*ranks, steps=0)) == wanted
 
 
 @pytest.mark.parametrize("moved", [0, 15])
@@ -799,15 +792,6 @@ def test_a_printed_loss_that_has_been_divided():
         assert law(report(events, steps=0), 7) == wanted
 
 
-def test_processes_that_cannot_join_are_named():
-    cases = (0, 2, ["2, all as rank 0"]), (1, 4, ["a group of 4"]), (1, 2, [])
-    for last, size, wanted in cases:
-        given = {"own": 0, "world_size": size, "place": "a.py:3"}
-        ranks = [Process(n, 2, [Joins(number=n and last, **given)]) for n in (0, 1)]
-        found = cannot_join.function(Job(ranks, status=1, hung=True))
-        assert all(x in one.what for x, one in zip(wanted, found, strict=True))
-
-
 @pytest.mark.parametrize(("seconds", "after"), [(41, 2), (5, 2), (41, 9)])
 def test_a_fork_server_that_waits_is_named_after_the_end(seconds, after):
     """Ctrl-C's exit functions write events; a wait that was short or long ago is over."""
@@ -816,7 +800,7 @@ def test_a_fork_server_that_waits_is_named_after_the_end(seconds, after):
     job = Job([Process(n, 2, [wait, *end]) for n in (0, 1)], hung=True)
     [found] = hangs.function(job)
     waits = (seconds, after) == (41, 2)
-    assert found.mend == IMPORTS * waits
+    assert (found.mend == MENDS["connect_to_new_process"]) == waits
     assert ("waits in connect_to_new_process() at a.py:8" in found.what) == waits
 
 
@@ -831,7 +815,10 @@ def test_a_port_of_the_command_line_is_not_the_scripts(port, own, monkeypatch):
 
 @pytest.mark.parametrize("other", ["bac", "abd"])
 def test_a_loop_over_names_has_one_order_on_all_ranks(other):
-    ranks = [calls([{"k": x} for x in keys], "keys") for keys in ("abc", other)]
+    both = 2 * "abc", 2 * other  # two loops, such as for training and validation
+    ranks = [calls([{"k": x} for x in keys], "keys") for keys in both]
+    for one in each(Call, ranks):
+        one.step = 0
     found = report(*ranks)
     assert named(found) == ({"collectives_differ"} if other == "bac" else set())
     assert all(": a on rank 0, b on rank 1" in one.what for one in found.findings)

@@ -180,6 +180,9 @@ for n, own in enumerate(SINGLE):  # a batch has as many samples
     own.append(event(Input, rows=[n, n + 10, n + 20]))
 CLIP = {"before": [1.0], "scaled": False, "norm": False, "place": "a.py:9"}
 OTHER_CLIP = CLIP | {"place": "a.py:10"}
+NORM = CLIP | {"norm": True, "before": (4 * MEAN).tolist()}
+FROZEN, SHRUNK = (torch.cat([x * MEAN[:4], MEAN[4:]]) for x in (0, 0.3))
+HALVES = {"each": 4, "names": ["a", "b"], "clips": [NORM]}
 # name -> the check that finds the mistake, or the law's state; and the steps
 GRADIENTS = {
     "a mean": ("held", steps(MEAN)),
@@ -213,6 +216,8 @@ GRADIENTS = {
     "weights for other sizes": ("held", steps(THIRDS, own=divided(8, 4))),
     "clips in each pass": ("clip_order", steps(BOTH, PAIR, clips=2 * [CLIP])),
     "a clip of each kind": ("not judged", steps(BOTH, PAIR, clips=[CLIP, OTHER_CLIP])),
+    "a clip, and a weight that freezes": ("not judged", steps(FROZEN, **HALVES)),
+    "a clip, and a weight that shrinks": ("clip_order", steps(SHRUNK, **HALVES)),
     "a gather": ("gathered_without_gradient", steps(MEAN, [GATHERED])),
     "tensors of other ranks": ("not judged", steps(MEAN, [{"received": "a.py:8"}])),
 }
@@ -668,6 +673,14 @@ def test_files_and_states_of_two_ranks(other):
     assert named(judged(*ranks)) == {"several_write": "RISK"}  # perhaps by a library
     ranks[1].append(event(Start, parent="b-1", host="b", environment={}))
     assert law(judged(ranks[0], []), 8) == "held"
+
+
+@pytest.mark.parametrize("last", [3, 9])
+def test_an_older_file_is_loaded_and_training_goes_on(last):
+    saved = [event(Saved, path=x, holds=["momentum"]) for x in ("best", "a-9", "a-10")]
+    for loaded, older in ("a-9", last > 3), ("a-10", False), ("best", False):
+        own = [*saved, event(Loaded, 3, path=loaded), event(Resumed, last)]
+        assert ("older_file" in named(judged(own, []))) == older
 
 
 @pytest.mark.parametrize("package", ["numpy", "another"])

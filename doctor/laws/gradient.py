@@ -234,7 +234,7 @@ def clip_order(job):
             text = "gradients are clipped before they are unscaled"
         elif not alike(final(row)) and alike([x.used for x in row]):
             text = "each rank clips its own gradients before they are averaged"
-        elif last["norm"] and any(last["before"]) and changed(last["before"], one.used):
+        elif last["norm"] and any(last["before"]) and changed(one, last["before"]):
             text, level = "gradients change after they are clipped", RISK
         elif len(places) == 1 < len(one.clips) == len(one.passes) and first["before"]:
             text, level = f"gradients are clipped {len(one.clips)} times", RISK
@@ -244,10 +244,16 @@ def clip_order(job):
         return
 
 
-def changed(before: list[float], after: list[float]) -> bool:
-    """Return whether `after` is not a positive multiple of `before` (within 1 %)."""
-    value = multiple(before, after)
-    return value <= 0 or not alike([[value * x for x in before], after], 0.01)
+def changed(one: Update, before: list[float]) -> bool:
+    """Return whether the gradients are no positive multiple of `before` (within 1 %).
+
+    Weights whose gradients the script has removed do not count.
+    """
+    own = [n for n in range(len(one.names)) if any(one.part(one.used, n))]
+    rows = [[x for n in own for x in one.part(row, n)] for row in (before, one.used)]
+    value = multiple(*rows)
+    turned = [value * x for x in rows[0]], rows[1]
+    return bool(own) and (value <= 0 or not alike([*turned], 0.01))
 
 
 @check(LAW, WRONG, read="lesson 7")

@@ -2,10 +2,9 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import combinations, groupby, pairwise
-from statistics import fmean, pstdev
+from itertools import combinations
 
-from ..draws import MADE, Drawn, Made, same_draws, same_generators, since
+from ..draws import MADE, Drawn, Made, same_draws, since
 from ..generators import Seed, called, cause
 from ..job import Job, Process
 from ..law import RISK, Breach, Doubt, check, need
@@ -27,8 +26,7 @@ def same_inputs(job):
     first = [process.of(Input) for process in job.processes]
     need(all(first), "no input was seen on all ranks")
     if not same_rows(first) or other_targets(job):
-        found = [*argument(job)]
-        yield from found or places(job)
+        yield from argument(job)
     elif not any(one.loaded for own in first for one in own):
         lines, _ = same_draws(job)
         for line, one in [*lines.items()][:1]:
@@ -54,56 +52,6 @@ def argument(job: Job) -> Iterator[Breach]:
                 raise Doubt(what)
             yield Breach(what, rows[start][0].place, mend=STRATA)
             return
-
-
-def places(job: Job) -> Iterator[Breach]:
-    """Yield a breach if two ranks change different samples at the same positions."""
-    calls = {}
-    for _, group in groupby(job.rows(Input), lambda row: row[0].step):
-        for number, row in enumerate(group):
-            if len({one.network for one in row}) == 1:
-                calls.setdefault((row[0].network, number), []).append(row)
-    for rows in calls.values():
-        for n, m in combinations(range(min(4, len(rows[0]))), 2):
-            steps = [gains(x[n], x[m], y[m]) for x, y in pairwise(rows)]
-            every = [gain for step in steps for gain in step]
-            often = sum(sum(step) > 0 for step in steps)
-            if len(every) < 100 or often < max(8, 0.9 * len(steps)):
-                continue
-            if fmean(every) > max(0.05, 10 * pstdev(every) / len(every) ** 0.5):
-                what = f"in {often} of {len(steps)} steps, different samples of ranks "
-                what += f"{n} and {m} have equal numbers at the same places"
-                if not same_generators(job)[0]:
-                    raise Doubt(what)
-                what += ", and the script's own generators draw the same numbers"
-                yield Breach(what, rows[0][0].place, mend=STRATA)
-                return
-
-
-def gains(one: Input, other: Input, later: Input) -> list[float]:
-    """Return how much more alike two ranks' samples are at the same index of a batch.
-
-    The comparison is with the other rank's samples at another index or a batch later.
-    """
-    found, size = [], min(len(x.few) for x in (one, other, later))
-    for n in range(size):
-        pairs = other.few[n], other.few[(n + size // 2) % size], later.few[n]
-        same = [alike(one.few[n], few) for few in pairs]
-        if None not in same and one.rows[n] != other.rows[n]:
-            found.append(same[0] - (same[1] + same[2]) / 2)
-    return found
-
-
-def alike(one: list[float], other: list[float]) -> float | None:
-    """Return the share of positions with equal numbers, except padding at the ends."""
-    both = unpadded(one) & unpadded(other)
-    return fmean(one[n] == other[n] for n in both) if both else None
-
-
-def unpadded(row: list[float]) -> set[int]:
-    """Return the positions of a row outside runs of equal numbers at its ends."""
-    first, last = (len([*next(groupby(x))[1]]) for x in (row, row[::-1]))
-    return {*range(first * (first > 1), len(row) - last * (last > 1))}
 
 
 @check(LAW, RISK, causes=[same_random_numbers], read="pitfall 9")

@@ -31,8 +31,12 @@ LOST = re.compile(
 
 ORDER = "Use the same order on all ranks, such as sorted(names): a set has no order."
 LEAVES = "Leave the loop on all ranks together: all_reduce() the number that ends it."
-# Loader processes wait for their own copy of the training
-IMPORTS = "Train under if __name__ == '__main__': loader processes import the script."
+MENDS = {  # of waits; loader processes wait for their own copy of the training
+    "connect_to_new_process": "Train under if __name__ == '__main__': loader processes "
+    "import the script.",
+    "init_process_group": "A rank is missing, or two processes have the same one: use "
+    "RANK and WORLD_SIZE (LOCAL_RANK counts the processes of one machine only).",
+}
 NO_GPU = "Read the traceback above. If the script needs a GPU, use doctor --cpu."
 
 
@@ -175,7 +179,7 @@ def hangs(job):
     parts, mend = [], ""
     for process in job.processes:
         one, wait = process.events[-1], waiting(process)
-        mend = IMPORTS if wait and wait.what == "connect_to_new_process" else mend
+        mend = MENDS.get(wait and wait.what, mend)
         does = f"waits in {wait.what}() at {wait.place}" if wait else "has ended"
         parts.append(f"after step {one.step}, rank {process.rank} {does}")
     if stuck(job):
@@ -262,8 +266,7 @@ def mixed(rows: list[list[Call]]) -> tuple[str, str] | None:
         ranks = [*zip(*run, strict=True)]
         one = ranks[0][0]
         keys = {k: [[x.keys.get(k) for x in own] for own in ranks] for k in one.keys}
-        # Only a loop's key has a value of its own in each call
-        keys = {k: x for k, x in keys.items() if 1 < len({*x[0]}) == len(x[0])}
+        keys = {k: x for k, x in keys.items() if of_a_loop(x[0])}
         if not any(all(own == x[0] for own in x) for x in keys.values()):
             orders = [(k, x) for k, x in keys.items() if len({*map(frozenset, x)}) == 1]
             found += [(one, *order) for order in orders[:1]]
@@ -273,6 +276,12 @@ def mixed(rows: list[list[Call]]) -> tuple[str, str] | None:
         what = f"in {len(found)} loops, {one.name}() gets different {name}: {told}"
         return what, one.place
     return None
+
+
+def of_a_loop(values: list[str]) -> bool:
+    """Return whether values are all different, or repeat different ones in turn."""
+    count = len({*values})
+    return count > 1 and values == (values[:count] * len(values))[: len(values)]
 
 
 def behind(job, without, call: Call) -> bool:

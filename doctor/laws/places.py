@@ -6,7 +6,6 @@ import re
 import sys
 
 from ..event import Failed, Joins, Rank
-from ..job import clashing
 from ..law import RISK, WRONG, Breach, check, need
 from ..moments import Step
 from ..record import place, recorder, torch, wrap
@@ -60,21 +59,6 @@ def file_race(job):
                 path = os.path.relpath(one.path)
                 what = f"rank {one.rank} reads {path} before another rank writes it"
                 yield Breach(what, one.place)
-
-
-@check(LAW, WRONG, effects=EFFECTS, read="lesson 1")
-def cannot_join(job):
-    """The processes cannot form a group: a rank is missing.
-
-    Call init_process_group() without rank and world_size, or with RANK and WORLD_SIZE.
-    LOCAL_RANK counts the processes of one machine only.
-    """
-    same, count = clashing(job), len(job.processes)
-    alone = [x for p in job.processes if not p.of(Rank) for x in p.of(Joins)[:1]]
-    more = [x for x in alone if job.hung and x.world_size > count == len(alone)]
-    if one := (same + more + [None])[0]:
-        what = f"{len(same) or count} processes join a group of {one.world_size}"
-        yield Breach(what + f", all as rank {one.number}" * bool(same), one.place)
 
 
 @check(LAW, WRONG, needs=[Step], read="pitfall 11")

@@ -143,7 +143,8 @@ EARLIER = weights_differ, collectives_differ
 def weights_drift(job):
     """The ranks' weights drift apart.
 
-    Look for code that changes weights or optimizer states on one rank only.
+    Look for code that changes weights or optimizer states on one rank only, or by each
+    rank's own data.
     Not a mistake if: only one rank's weights are used.
     """
     rows, again = need(states_of(job, "step", "weights"), NONE), []

@@ -1,5 +1,6 @@
 """Law 8: files are complete, and have one writer. Checks what a resume restores."""
 
+import re
 import sys
 from functools import partial
 from traceback import walk_stack
@@ -13,10 +14,13 @@ from ..watcher import Watcher
 from .checkpoints import Checkpoints, Saved, floats, has, no_optimizer, parts, path_of
 from .files import LAW, base
 
+NUMBER = re.compile(r"\d+")
+
 
 class Loaded(Event, limit=50):
     """torch.load() has returned an optimizer's state."""
 
+    path: str | None
     schedule: bool  # also a scheduler's state
     place: str
 
@@ -55,10 +59,10 @@ class Resumes(Watcher):
 
     def load(self, call, *args, **kwargs):
         result = call(*args, **kwargs)
+        path = path_of(args[0] if args else kwargs["f"])
         if has(result, "param_groups"):
             schedule = has(result, "last_epoch")
-            recorder.write(Loaded(schedule=schedule, place=place()))
-        path = path_of(args[0] if args else kwargs["f"])
+            recorder.write(Loaded(path=path, schedule=schedule, place=place()))
         if recorder.watching and path:
             own = [x for x in floats(leaves(result)) if x.numel() > 7 and not parts(x)]
             self.files[path] = {one.data_ptr() for one in own}
@@ -115,6 +119,29 @@ def live_snapshot(job):
             level = RISK if one.taken else NOTE  # perhaps all of the job's weights
             yield Breach(what, one.place, level=level)
             return
+
+
+@check(LAW, RISK, read="pitfall 18")
+def older_file(job):
+    """The script resumes from an older file than the last one that it has saved.
+
+    Sort the files by their numbers: as text, "9" comes after "10".
+    Not a mistake if: the script goes back to an earlier state on purpose.
+    """
+    for process in job.processes:
+        saved, found = [""], None
+        for one in process.launches:
+            if found and one.step > found.facts:  # the training goes on
+                yield found
+                return
+            if isinstance(one, Saved) and one.path and one.holds:
+                saved.append(one.path)
+            elif isinstance(one, Loaded):
+                found, last = None, saved[-1]
+                alike = NUMBER.sub("", one.path or "") == NUMBER.sub("", last)
+                if alike and one.path in saved and one.path != last:
+                    what = f"{base(one.path)} is loaded, but {base(last)} is newer"
+                    found = Breach(what, one.place, facts=one.step)
 
 
 @check(LAW, RISK, read="pitfall 18")

@@ -24,6 +24,7 @@ from .replicas import parts_of_layers
 
 LAW = Law(1, "samples", "Every sample is read once per epoch")
 SETTINGS = "seed", "epoch", "rank", "num_replicas"  # of samplers
+REPEATS = "num_repeats", "repetitions"  # of timm's and torchvision's samplers
 CLASSES = "Give classes (or words) the same numbers on every rank: sort their names."
 DATA = re.compile("d.?p|data|rep|shard|batch|rank", re.I)  # names of dimensions
 DIVIDES = "DistributedSampler", "BatchSamplerShard", "ElasticSampler"
@@ -65,7 +66,7 @@ class Samples(Watcher):
 
     def on_epoch(self, own: Pass, loader) -> None:
         names = [type(x).__name__ for x in (loader.sampler, loader.batch_sampler)]
-        values = {name: getattr(loader.sampler, name, None) for name in SETTINGS}
+        values = {x: getattr(loader.sampler, x, None) for x in SETTINGS + REPEATS}
         first = own.epoch == 0
         kept = own.kept and own.epoch < 3
         feed = Feed(
@@ -190,6 +191,8 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
             drawn = not together and one.random()
             need(not drawn, "each rank may draw its samples at random")
             need(not one.repeated(), "the sampler repeats samples within a batch")
+            copies = [x.sampler.get(name, 1) for x in one.feeds for name in REPEATS]
+            need(max(copies, default=1) < 2, "the sampler repeats samples on purpose")
             again = not together and one.computed()
             need(not again, "one batch has the same input several times")
             extra, mend = mechanism(job, one, held != [])
