@@ -4,14 +4,14 @@ Each moment (see watcher.py) is detected once, so that all laws see the same ste
 """
 
 import functools
-import threading
 import weakref
+from threading import get_ident, main_thread
 from time import perf_counter as clock
 from time import time
 
 from .event import Event
 from .loaders import Loaders, leaves
-from .record import builtins, place, quiet, recorder, torch, traced, waits, wrap
+from .record import builtins, place, plain, quiet, recorder, torch, traced, waits, wrap
 from .sample import digest, numbers
 from .watcher import Watcher, tell
 
@@ -63,7 +63,7 @@ class Moments(Watcher):
         self.last_gradient = 0.0  # the time of a backward pass's last gradient
         self.where = ""  # the line of the network's call or, later, of backward()
         self.tells = True  # report all collectives, even after the watched steps
-        self.thread = threading.main_thread().ident
+        self.thread = main_thread().ident
 
     def hooks(self) -> None:
         dist = torch.distributed
@@ -71,8 +71,10 @@ class Moments(Watcher):
 
         optimizers.register_optimizer_step_pre_hook(quiet(self.before_step))
         optimizers.register_optimizer_step_post_hook(quiet(self.end_step))
-        self.own, self.entered = [], quiet(self.before_forward)
-        self.listen()
+        module = torch.nn.modules.module
+        plain.extend((self.enter, self.leave))
+        module.register_module_forward_pre_hook(self.enter)
+        module.register_module_forward_hook(self.leave, always_call=True)
         wrap(torch.optim.Optimizer, "add_param_group", self.add_param_group)
         wrap(torch.optim.Optimizer, "zero_grad", self.zero_grad)
         wrap(torch.nn.Module, "zero_grad", self.zero_grad)
@@ -151,7 +153,9 @@ class Moments(Watcher):
         # Horovod's step() averages, and then calls step() of the same optimizer
         averages = hasattr(optimizer, "_should_synchronize")
         averages = averages and self.inner is not optimizer
-        if recorder.timing and float(getattr(optimizer, "found_inf", None) or 0):
+        found = getattr(optimizer, "found_inf", None)  # by a GradScaler
+        if recorder.timing and isinstance(found, torch.Tensor) and found.any():
+            self.inner = None
             return  # a fused optimizer skips infinite gradients
         self.optimized = True  # also if it was created before a fork
         self.inner = optimizer  # a wrapped optimizer's step contains another step
@@ -167,8 +171,7 @@ class Moments(Watcher):
         if recorder.timing:
             tell("after_step", optimizer, whole(weights(optimizer)))
         self.count_step(optimizer)
-        self.inner = None
-        self.leave()  # if it has stopped in an unusual way
+        self.inner, self.depth = None, 0
         recorder.ticks += 1
         if not recorder.timing:
             while self.handles:
@@ -260,32 +263,30 @@ class Moments(Watcher):
         frozen = [name for name, one in own if not one.requires_grad]
         recorder.write(Wraps(weights=names, frozen=frozen, place=place()))
 
-    def listen(self) -> None:
-        """Wait for the call of a network, whose layers then run without this hook."""
-        register = torch.nn.modules.module.register_module_forward_pre_hook
-        self.entry = register(self.entered)
+    def enter(self, module, inputs) -> None:
+        """Detect a network's call. All layers call this, so it must be fast.
 
-    def leave(self) -> None:
-        """The network, if any, has returned."""
-        if self.own:
-            while self.own:
-                self.own.pop().remove()
-            self.listen()
-        self.depth = 0
-
-    def before_forward(self, module, inputs) -> None:
-        if threading.get_ident() != self.thread or traced():
+        Changes of PyTorch's hooks during a job would make its compiler start again.
+        """
+        if torch.compiler.is_compiling() or get_ident() != self.thread:
             return
-        if self.depth:  # in a backward pass or a dataset, or the network calls itself
-            self.depth += bool(self.own)
-            return
-        register = module.register_forward_hook
-        if isinstance(module, torch.jit.ScriptModule):  # it refuses hooks of its own
-            register = torch.nn.modules.module.register_module_forward_hook
+        if self.depth:
+            self.depth += 1
         else:
-            self.own.append(module.register_forward_pre_hook(self.entered))
-        self.own.append(register(quiet(self.after_forward), always_call=True))
-        self.entry.remove()
+            self.before_forward(module, inputs)
+
+    def leave(self, module, inputs, outputs) -> None:
+        """Detect that a network or one of its layers returns."""
+        if torch.compiler.is_compiling() or get_ident() != self.thread:
+            return
+        inside, self.depth = self.depth, max(0, self.depth - 1)
+        if inside == 1:
+            self.after_forward(module, outputs)
+
+    @quiet
+    def before_forward(self, module, inputs) -> None:
+        if traced():
+            return
         self.depth = 1
         if self.passed:
             quiet(self.end_by_hand)()
@@ -295,13 +296,8 @@ class Moments(Watcher):
             self.where = place() if recorder.watching else ""
             tell("on_input", module, leaves(inputs))
 
-    def after_forward(self, module, _, outputs) -> None:
-        if threading.get_ident() != self.thread:
-            return
-        self.depth -= 1
-        if self.depth:
-            return
-        self.leave()
+    @quiet
+    def after_forward(self, module, outputs) -> None:
         if isinstance(module, torch.nn.modules.loss._Loss):
             return
         recorder.ticks += 1

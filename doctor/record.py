@@ -85,6 +85,7 @@ class Recorder:
 
 recorder = Recorder()
 builtins = []  # wrapped PyTorch functions that are written in C++
+plain = []  # hooks that PyTorch must not compile
 # Functions in which a process waits for others
 waits = set(
     """backward synchronize rendezvous init_process_group destroy_process_group
@@ -167,7 +168,8 @@ def compiles(call, *args, **kwargs):
         from torch._dynamo import eval_frame, types
 
         alone = types.FrameExecStrategy(*2 * [types.FrameAction.SKIP])
-        eval_frame.set_code_exec_strategy(quiet(call).__code__, alone)
+        for hook in (quiet(call), *plain):
+            eval_frame.set_code_exec_strategy(hook.__code__, alone)
     return call(*args, **kwargs)
 
 

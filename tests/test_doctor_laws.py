@@ -328,11 +328,10 @@ def test_integers_that_name_a_streams_samples(names):
     assert all(x.mend.startswith("Yield only every") for x in found.findings)
     found = report(*[fed([*range(64)], sampler="WeightedRandomSampler")] * 2, steps=0)
     assert found.findings[0].mend.startswith("Seed the sampler's")
-    for copies, wanted in ((1, {"same_samples"}), (2, set())):
-        ranks = [fed([*range(64)], sampler="Own") for _ in range(2)]
-        for one in each(Feed, ranks):
-            one.sampler = {"num_repeats": copies}  # as for repeated augmentation
-        assert named(report(*ranks, steps=0)) == wanted
+    ranks = [fed([*range(64)], sampler="Own") for _ in range(2)]
+    for one in each(Feed, ranks):
+        one.sampler = {"num_repeats": 2}  # as for repeated augmentation
+    assert not named(report(*ranks, steps=0))
 
 
 @pytest.mark.parametrize("moved", [0, 15])
@@ -887,12 +886,12 @@ for _ in range(70):
     net(x).sum().backward()
     optimizer.step()
     print("\\rloss 0.5" + 99 * " ", end="")
-hooks, look = torch.nn.modules.module._global_forward_pre_hooks, torch.nn.Module()
-look.forward = lambda number: (number and look(number - 1)) + len(hooks)
-for number in (2, None, 1):
+here, look = sys.modules["_doctor.moments"].Moments.here, torch.nn.Module()
+look.forward = lambda x: (x and look(x - 1)) + here.depth + 9 * len(look._forward_hooks)
+for number, total in ((2, 6), (None, 0), (1, 3)):
     with contextlib.suppress(TypeError):
-        assert look(number) == 0  # a network's layers run without hooks
-    assert len(hooks) == 1 and not (look._forward_hooks or look._forward_pre_hooks)
+        assert look(number) == total
+    assert here.depth == 0
 del net, optimizer, data, order
 gc.collect()
 assert gone() is None and chosen() is None

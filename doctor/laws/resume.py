@@ -1,5 +1,6 @@
 """Law 8: files are complete, and have one writer. Checks what a resume restores."""
 
+import os
 import re
 import sys
 from functools import partial
@@ -13,8 +14,6 @@ from ..record import place, recorder, torch, wrap
 from ..watcher import Watcher
 from .checkpoints import Checkpoints, Saved, floats, has, no_optimizer, parts, path_of
 from .files import LAW, base
-
-NUMBER = re.compile(r"\d+")
 
 
 class Loaded(Event, limit=50):
@@ -123,25 +122,36 @@ def live_snapshot(job):
 
 @check(LAW, RISK, read="pitfall 18")
 def older_file(job):
-    """The script resumes from an older file than the last one that it has saved.
+    """The script resumes from the file whose name comes last as text, not as a number.
 
     Sort the files by their numbers: as text, "9" comes after "10".
     Not a mistake if: the script goes back to an earlier state on purpose.
     """
     for process in job.processes:
-        saved, found = [""], None
+        saved, found, restored = [], None, False
         for one in process.launches:
-            if found and one.step > found.facts:  # the training goes on
+            if found and restored and one.step > found.facts:  # the training goes on
                 yield found
                 return
             if isinstance(one, Saved) and one.path and one.holds:
                 saved.append(one.path)
             elif isinstance(one, Loaded):
-                found, last = None, saved[-1]
-                alike = NUMBER.sub("", one.path or "") == NUMBER.sub("", last)
-                if alike and one.path in saved and one.path != last:
+                found, restored = None, False
+                key = series(one.path or "")[0]
+                same = [path for path in saved if series(path)[0] == key]
+                last = max(same, key=lambda path: series(path)[1], default=None)
+                if same and one.path == max(same) != last:
                     what = f"{base(one.path)} is loaded, but {base(last)} is newer"
                     found = Breach(what, one.place, facts=one.step)
+            elif isinstance(one, Restored):
+                restored |= one.what == "optimizer"
+
+
+def series(path: str) -> tuple[str, int]:
+    """Return a path without the last number of its name, and this number."""
+    folder, name = os.path.split(path)
+    start, number, end = re.fullmatch(r"(.*?)(\d*)(\D*)", name).groups()
+    return f"{folder}/{start}#{end}", int(number or 0)
 
 
 @check(LAW, RISK, read="pitfall 18")
