@@ -273,7 +273,8 @@ def mixed(rows: list[list[Call]]) -> tuple[str, str] | None:
     for one, name, lists in found[:1]:
         pair = next(x for x in zip(*lists, strict=True) if len({*x}) > 1)
         told = ", ".join(f"{x} on rank {n}" for n, x in enumerate(pair[:4]))
-        what = f"in {len(found)} loops, {one.name}() gets different {name}: {told}"
+        loops = f"{len(found)} loop{'s' * (len(found) > 1)}"
+        what = f"in {loops}, {one.name}() gets different {name}: {told}"
         return what, one.place
     return None
 
