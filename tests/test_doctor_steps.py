@@ -676,7 +676,7 @@ def test_files_and_states_of_two_ranks(other):
     assert law(judged(ranks[0], []), 8) == "held"
 
 
-def test_an_older_file_is_loaded_and_training_goes_on():
+def test_an_older_file_from_which_training_continues():
     names = "best", "a-9", "a-10", "f9-1", "f9-2"
     for loaded, last, what in product(names, (3, 9), ("optimizer", "weights")):
         own = [event(Saved, path=x, holds=["momentum"]) for x in names]

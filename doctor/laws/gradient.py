@@ -252,8 +252,8 @@ def changed(one: Update, before: list[float]) -> bool:
     own = [n for n in range(len(one.names)) if any(one.part(one.used, n))]
     rows = [[x for n in own for x in one.part(row, n)] for row in (before, one.used)]
     value = multiple(*rows)
-    turned = [value * x for x in rows[0]], rows[1]
-    return bool(own) and (value <= 0 or not alike([*turned], 0.01))
+    rows[0] = [value * x for x in rows[0]]
+    return bool(own) and (value <= 0 or not alike(rows, 0.01))
 
 
 @check(LAW, WRONG, read="lesson 7")

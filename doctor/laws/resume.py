@@ -130,7 +130,7 @@ def older_file(job):
     for process in job.processes:
         saved, found, restored = [], None, False
         for one in process.launches:
-            if found and restored and one.step > found.facts:  # the training goes on
+            if found and restored and one.step > found.facts:  # the training continues
                 yield found
                 return
             if isinstance(one, Saved) and one.path and one.holds:
