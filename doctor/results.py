@@ -147,8 +147,9 @@ class Results(Watcher):
         batch = self.batch or {}
         fields = {key: batch.get(key) for key in ("loader", "epoch", "number")}
         fields |= {"what": what, "source": number, "after": recorder.step}
-        fields |= {"trains": torch.is_grad_enabled(), "at": time.time()}
-        fields |= {"training": self.training, **more}
+        trains = torch.is_grad_enabled()
+        fields |= {"trains": trains, "at": time.time()}
+        fields |= {"training": self.training and not trains, **more}
         self.waiting.append((fields, values, weights, labels))
         if len(self.waiting) > 64:
             self.read()
@@ -253,12 +254,10 @@ class Results(Watcher):
                 self.measure("hits", self.source, *counts, **more)
 
     def on_metric(self, name: str, args: tuple, kwargs: dict, result) -> None:
-        named = sorted((x for x in kwargs if x[:2] == "y_"), reverse=True)
-        pair = [*args, *(kwargs[x] for x in named)][:2]  # y_true is the last name
-        self.left -= len(pair[0]) * (not self.learns)
+        truth, guesses = both_of(args, kwargs)
+        self.left -= len(truth) * (not self.learns)
         if self.learns or self.left < 0 or recorder.full(Scored):
             return
-        truth, guesses = (torch.from_numpy(sys.modules["numpy"].array(x)) for x in pair)
         classes = not (truth.is_floating_point() or guesses.is_floating_point())
         if len(truth) > 30 and classes and truth.shape == guesses.shape:
             self.measure("pairs", "pairs", guesses, truth)
@@ -310,6 +309,14 @@ class Results(Watcher):
     def on_exit(self) -> None:
         self.printed()
         self.read()
+
+
+def both_of(args: tuple, kwargs: dict) -> tuple:
+    """Return the labels and predictions that a metric of scikit-learn gets."""
+    named = sorted((x for x in kwargs if x[:2] == "y_"), reverse=True)
+    pair = [*args, *(kwargs[x] for x in named)][:2]  # y_true is the last name
+    truth, guesses = (torch.from_numpy(sys.modules["numpy"].array(x)) for x in pair)
+    return truth, guesses
 
 
 def best_of(scores):

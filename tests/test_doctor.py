@@ -37,6 +37,9 @@ TOGETHER = {
         "a checkpoint of the wrapped model",
         "no zero_grad",
         "a log that every process writes",
+        "a table of classes that each process numbers in another order",
+        "numbers that Python gives to strings",
+        "a metric that compares predictions with other samples' labels",
     ],
     "amp": [
         "clipping of scaled gradients",

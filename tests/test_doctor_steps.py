@@ -4,7 +4,6 @@ import math
 import re
 import weakref
 from dataclasses import fields, replace
-from itertools import product
 from operator import add
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,9 +30,9 @@ from doctor.laws.meeting import Call
 from doctor.laws.modes import Dropped, Mode, Validation
 from doctor.laws.passes import Passes, Update
 from doctor.laws.resume import Loaded, Restored, Resumed, Resumes
-from doctor.laws.schedule import Schedule, length
-from doctor.laws.settings import Fitted, fitted
-from doctor.laws.states import Replicas, State
+from doctor.laws.schedule import Schedule, Schedules, length
+from doctor.laws.settings import Fitted, fitted, tables_in
+from doctor.laws.states import Replicas, State, summed
 from doctor.laws.sums import Searches
 from doctor.laws.time import Spans
 from doctor.loaders import EpochEnd
@@ -182,6 +181,14 @@ for n, own in enumerate(SINGLE):  # a batch has as many samples
 CLIP = {"before": [1.0], "scaled": False, "norm": False, "place": "a.py:9"}
 OTHER_CLIP = CLIP | {"place": "a.py:10"}
 NORM = CLIP | {"norm": True, "before": (4 * MEAN).tolist()}
+GLOBAL = steps(2 * MEAN, each=4, names=["a", "b"])
+for one in GLOBAL[0] + GLOBAL[1]:  # b's gradient is the same on all ranks
+    one.local[0][4:] = one.used[4:] = [(one.step + 1) ** 2 * x for x in (1.0, 5, 2, 7)]
+TWO = [one_pass([(1.0, "mean", x, 1, 1)], place=f"a.py:{x}") for x in (16, 4)]
+APART = steps(MEAN.roll(-1), TWO, each=1, names=[*"abcdefgh"])
+for one in APART[0] + APART[1]:  # the first loss reaches one of the weights
+    one.used[0] += (one.step + 1) * float(MEAN[0])
+    one.local[0][1:] = 7 * [0.0]
 FROZEN, SHRUNK = (torch.cat([x * MEAN[:4], MEAN[4:]]) for x in (0, 0.3))
 HALVES = {"each": 4, "names": ["a", "b"], "clips": [NORM]}
 # name -> the check that finds the mistake, or the law's state; and the steps
@@ -219,6 +226,8 @@ GRADIENTS = {
     "a clip of each kind": ("not judged", steps(BOTH, PAIR, clips=[CLIP, OTHER_CLIP])),
     "a clip, and a weight that freezes": ("not judged", steps(FROZEN, **HALVES)),
     "a clip, and a weight that shrinks": ("clip_order", steps(SHRUNK, **HALVES)),
+    "a gradient over all samples": ("not judged", GLOBAL),
+    "losses of other weights": ("not judged", APART),
     "a gather": ("gathered_without_gradient", steps(MEAN, [GATHERED])),
     "tensors of other ranks": ("not judged", steps(MEAN, [{"received": "a.py:8"}])),
 }
@@ -319,6 +328,9 @@ def test_weights_that_never_live_are_named():
         parts = weights("stage.weight")
         parts[rank][0].optimizer = None
         assert law(judged(*map(add, parts, head)), 6) == "held"
+    flat = weights("flat", network="")  # it may contain the network's weights
+    lost = weights("a.weight", optimizer=None, moves=False)
+    assert not judged(*map(add, lost, flat)).findings
     for moves in (False, True):  # another object updates the network
         lost = weights("weight of Linear", optimizer=None, moves=moves)
         found = named(judged(*map(add, lost, head)))
@@ -359,11 +371,6 @@ def test_an_optimizer_that_never_steps():
     job = made([], [], steps=0)
     job.of(Exit)[0].passes = 54
     assert "computed gradients 54 times" in " ".join(page(job, examine(job)).split())
-
-
-def test_weights_that_are_nan_at_the_end():
-    for end, found in ((1.0, {}), (math.nan, {"loss_is_not_finite": "WRONG"})):
-        assert named(judged(*2 * [states([1.0], [end], moment="end")])) == found
 
 
 @pytest.mark.parametrize("added", [0, 1])
@@ -463,13 +470,19 @@ def test_what_a_loss_is_divided_by():
     assert "0.7 x a mean, 0.04 x a sum; doctor cannot know" in told
 
 
-def test_what_a_validation_receives_is_not_in_a_loss():
+def test_what_a_loss_receives(monkeypatch):
+    """Not what a validation has received; what a function returns was not put back."""
     net, watcher = torch.nn.Linear(1, 1), Losses()
     with torch.no_grad():
         watcher.on_input(net.eval(), [])
     watcher.received = [1]
     watcher.on_input(net.train(), [])
     assert not watcher.received
+    for inner in (False, True):
+        monkeypatch.setattr(Passes.here, "current", found := {})
+        watcher.received = [([net.weight], False, inner, "a.py:1")]
+        watcher.on_backward(net(torch.ones(1, 1)).sum())
+        assert ("gathered" in found) != inner
 
 
 def test_steps_without_an_optimizer(monkeypatch):
@@ -618,6 +631,8 @@ def test_which_weights_are_compared(monkeypatch):
     monkeypatch.setattr(Moments.here, "networks", {network: True, other: True})
     known(monkeypatch, network.bias)
     assert [*Replicas().held()] == ["bias", "weight"]
+    other = torch.zeros(600)  # of a code book, most entries may be unused
+    assert [*summed({"a": other.index_fill(0, torch.tensor(1), 5)})["a"]][6:] == [0, 5]
     for other, wanted in ((1, "weights_drift"), (2, "weights_differ")):
         first = states([1], moment="start"), states([other], moment="start")
         found = judged(first[0] + states([1]), first[1] + states([2]))
@@ -674,15 +689,6 @@ def test_files_and_states_of_two_ranks(other):
     assert named(judged(*ranks)) == {"several_write": "RISK"}  # perhaps by a library
     ranks[1].append(event(Start, parent="b-1", host="b", environment={}))
     assert law(judged(ranks[0], []), 8) == "held"
-
-
-def test_an_older_file_from_which_training_continues():
-    names = "best", "a-9", "a-10", "f9-1", "f9-2"
-    for loaded, last, what in product(names, (3, 9), ("optimizer", "weights")):
-        own = [event(Saved, path=x, holds=["momentum"]) for x in names]
-        own += event(Loaded, 3, path=loaded), event(Restored, 3, what=what)
-        found = "older_file" in named(judged([*own, event(Resumed, last)], []))
-        assert found == ((loaded, last, what) == ("a-9", 9, "optimizer"))
 
 
 @pytest.mark.parametrize("package", ["numpy", "another"])
@@ -792,22 +798,6 @@ def test_the_pages_that_explain_a_mistake_exist():
         assert file and Path(file[1]).exists(), one.name
     told = " ".join(explanation(CHECKS["wrong_number"]).split())  # it may be a RISK
     assert "(usually WRONG; law 7" in told and "A RISK is not a mistake if: " in told
-
-
-def test_gradients_of_another_networks_pass_are_found():
-    def update(n, optimizer, *numbers):
-        passes = [one_pass() | {"number": x} for x in numbers]
-        return event(Update, n, optimizer=optimizer, passes=passes, names=["d.weight"])
-
-    wrong, right, shared, often = [], [], [], []
-    for n in range(0, 20, 2):  # a discriminator's step, then a generator's
-        wrong += update(n, 0, *range(max(1, n), n + 2)), update(n + 1, 1, n + 2)
-        right += update(n, 0, n + 1), update(n + 1, 1, n + 2)
-        shared += update(n, 0, n + 1, n + 2), update(n + 1, 1, n + 1, n + 2)
-        often += update(n, 0, n + 1), update(n + 1, 1, n + 1, n + 2)
-        often.append(update(n + 1, 0, n + 2))
-    found = [named(judged(own, own)) for own in (wrong, right, shared, often)]
-    assert ["another_steps_pass" in one for one in found] == [True] + [False] * 3
 
 
 def test_what_ranks_may_have_of_their_own():
@@ -927,20 +917,53 @@ def test_statistics_that_a_resume_does_not_restore(now, n, broken):
     assert law(judged(found, []), 8) == ("broken" if broken else "held")
 
 
-def test_preprocessing_that_each_rank_fits():
+@pytest.mark.parametrize("restored", [False, True])
+def test_a_copy_of_weights_that_another_network_restores(restored):
+    own = {"path": "a", "mark": 7}
+    found = [event(Opened, path="a"), event(Restored, 19, what="optimizer")]
+    for step, moment, x in ((5, "saved", 2.0), (20, "loaded", 9.0)):
+        networks = {"Net": [{"w": (True, [1.0])}], "Copy": [{"w": (False, [x, 3.0])}]}
+        networks["EMA"] = [{"ema.w": (False, [2.0, 3.0])}] * restored
+        found.append(event(Kept, step, moment=moment, networks=networks, **own))
+    assert law(judged(found, []), 8) == ("held" if restored else "broken")
+
+
+def test_a_scheduler_that_is_made_again_in_the_same_line(monkeypatch):
+    told, own = written(monkeypatch), Schedules()
+    first, last = (type("Plan", (), {"T_max": n, "last_epoch": n})() for n in (4, 8))
+    own.made = [(weakref.ref(one), "a.py:3", 9) for one in (first, last)]
+    own.on_end()
+    del last  # only its place is known
+    own.on_end()
+    assert [one.planned for one in told] == [8]
+
+
+def test_what_each_rank_learns_from_its_own_data():
+    """Statistics have usual names; a table may number other words, or the same ones otherwise."""
+
     class Scaler:
         pass
 
-    one = Scaler()
-    one.mean_, one.names_, one.scale = numpy.array([1.0, 2.0]), numpy.array(["a"]), 3.0
-    found = fitted()
-    assert found["Scaler.mean_"] == [1, 2] and "Scaler.scale" not in found
-    assert fitted() == found  # also what is no number
-    for values in ([1.0, 2.0], [1.0, 2.1]):
-        other = {**found, "Scaler.mean_": values}
-        ranks = [[event(Fitted, values=x)] for x in (found, other)]
-        wanted = {"fits_differ": "RISK"} if values[1] > 2 else {}
-        assert named(judged(*ranks)) == wanted
+    one, words = Scaler(), [f"word {n}" for n in range(99)]
+    one.mean_, one.names_, one.norm = numpy.array([1.0, 2.0]), numpy.array(["a"]), 3.0
+    one.obs_std, one.ids = torch.tensor([0.5]), {x: n for n, x in enumerate(words)}
+    one.counts = dict.fromkeys(words, 3)
+    found, tables = fitted([one]), tables_in([one])
+    assert found["Scaler.mean_"] == [1, 2] and found["Scaler.obs_std"] == [0.5]
+    assert (
+        fitted([one]) == found and "Scaler.norm" not in found
+    )  # also what is no number
+    assert len(tables["Scaler.ids"]) == 64 and "Scaler.counts" not in tables
     other = Scaler()  # which of the two would be compared?
     other.mean_ = one.mean_
-    assert "Scaler.mean_" not in fitted()
+    assert "Scaler.mean_" not in fitted([one, other])
+    first = event(Fitted, values=found, tables=tables)
+    for ids, mean, wanted in (
+        ({x: n for n, x in enumerate(words)}, 2.0, {}),
+        ({x: n for n, x in enumerate(words)}, 2.1, {"fits_differ": "RISK"}),
+        ({x: n for n, x in enumerate(words[::-1])}, 2.0, {"tables_differ": "RISK"}),
+        ({x + "s": n for n, x in enumerate(words)}, 2.0, {}),
+    ):
+        one.ids, values = ids, {**found, "Scaler.mean_": [1.0, mean]}
+        own = event(Fitted, values=values, tables=tables_in([one]))
+        assert named(judged([first], [own])) == wanted

@@ -314,6 +314,10 @@ def not_in_an_optimizer(job):
     Create the optimizer, with all parameters, after the last change to the network.
     Not a mistake if: these weights should not change; then call requires_grad_(False).
     """
+    every = job.of(Weight)
+    first = [x for x in every if x.step == every[0].step and x.optimizer is not None]
+    flat = any(x.alive for x in first) and not any(x.network for x in first)
+    need(not flat, "the optimizer's weights may be parts of the networks' weights")
     found, rows = lost(job), [x[0] for x in latest(job).values()]
     still = [x[0] for x in latest(job).values() if not any(one.moves for one in x)]
     end = job.of(Step)[-1].step  # events at the job's end have a higher number

@@ -166,7 +166,7 @@ def not_carried_on(job):
                 if same and restored and continues(saves[same[-1]], one):
                     saves = saves[: same[-1] + 1]
                     when = f"after the resume from {base(one.path)}"
-                    for text, mend in lost(saves[-1], one):
+                    for text, mend in lost(saves[-1], one, others(job, one)):
                         yield Breach(f"{when}, {text}", one.place, mend=mend)
                     for what in reset(saves, events, one):
                         yield Breach(f"{when}, {what}", one.place)
@@ -202,10 +202,22 @@ def continues(saved: Kept, now: Kept) -> bool:
     return False
 
 
-def lost(saved: Kept, now: Kept) -> Iterator[tuple[str, str]]:
-    """Yield (text, advice) for each class of networks with other weights than saved."""
+def others(job, now: Kept) -> set[tuple]:
+    """Return the numbers in the weights of all networks that ranks have restored."""
+    same = [x for x in job.of(Kept) if (x.moment, x.mark) == (now.moment, now.mark)]
+    rows = [own for x in same for nets in x.networks.values() for own in nets]
+    return {(*few,) for own in rows for _, few in own.values()}
+
+
+def lost(saved: Kept, now: Kept, there: set[tuple]) -> Iterator[tuple[str, str]]:
+    """Yield (text, advice) for each class of networks with other weights than saved.
+
+    A network may be a copy of another one, which has been restored (see others()).
+    """
     for kind, networks in saved.networks.items():
         for own in networks:
+            if all((*few,) in there for _, few in own.values()):
+                continue
             others = [x for x in now.networks.get(kind, ()) if x.keys() == own.keys()]
             gone = [[x for x in own if not near(own[x][1], y[x][1])] for y in others]
             fewest = min(gone, key=len, default=[])

@@ -105,7 +105,8 @@ def fit(row: list[Update]) -> Fit | None:
     ratios = {}
     for number, name in enumerate(row[0].names):
         before, after = row[0].part(guess, number), row[0].part(target, number)
-        if any(before):
+        each = [row[0].part(x, number) for x in sums(row)]
+        if any(before) and not alike(each):  # or else, it may be the mean already
             ratio = multiple(before, after)
             fits = alike([[ratio * x for x in before], after], 0.1)
             ratios[name] = ratio if fits else math.nan
@@ -299,28 +300,3 @@ def spans(one: Update) -> bool:
 
 
 EARLIER = weights_differ, not_awaited, not_averaged, not_cleared, leaked_passes
-
-
-@check(LAW, RISK, causes=[not_cleared], read="lesson 7")
-def another_steps_pass(job):
-    """A step also uses the gradients of a pass that another optimizer's step has used.
-
-    Call this optimizer's zero_grad() right before the backward pass for its own step.
-    In a GAN, for instance, the generator's pass adds gradients to the discriminator.
-    Not a mistake if: this pass is meant to train both networks.
-    """
-    steps = [one for one in job.processes[0].of(Update) if one.passes]
-    users, found = {}, {}
-    for one in steps:
-        numbers = [entry.get("number") for entry in one.passes]
-        before = set().union(*(users.get(number, set()) for number in numbers[:-1]))
-        if before - {one.optimizer}:
-            found.setdefault(one.optimizer, []).append((one, numbers[-1]))
-        for number in filter(None, numbers):
-            users.setdefault(number, set()).add(one.optimizer)
-    for own, rows in found.items():
-        count = sum(one.optimizer == own for one in steps)
-        if len(rows) > max(3, count / 2) and all(users[x] == {own} for _, x in rows):
-            one = rows[0][0]
-            what = f"{len(rows)} of {count} steps also use another step's gradients of "
-            yield Breach(what + listed(one.names), one.passes[0]["place"])

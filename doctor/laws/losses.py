@@ -86,7 +86,7 @@ class Losses(Watcher):
             if inner:  # in an autograd function, until its backward() sends something
                 current["one_way"] = where
             own = [one.requires_grad for one in results]
-            put_back = any(own) and (len(own) == 1 or not all(own))
+            put_back = any(own) and (not inner if len(own) == 1 else not all(own))
             if put_back or (tracks and not any(own)):
                 current["gathered"] = where, put_back
         if isinstance(root, torch.Tensor) and root.numel() == 1 and root.grad_fn:

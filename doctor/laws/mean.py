@@ -80,6 +80,16 @@ def several(passes: list[dict], most: int) -> list[tuple[Term, ...]]:
     return columns if whole and same else []
 
 
+def apart(row: list[Update]) -> bool:
+    """Return whether a pass reaches less than half of the weights of another one."""
+    counts = [
+        sum(any(one.part(x, n)) for n in range(len(one.names)))
+        for one in row
+        for x in one.local
+    ]
+    return 2 * min(counts) < max(counts)
+
+
 def unequal(values: list[float], most: float = 1.1) -> bool:
     """Return whether weights differ more than incomplete last batches can explain."""
     sizes = [*map(abs, values)]
@@ -203,7 +213,7 @@ def unequal_means(job):
     for one in fitted:
         terms = [known(entry) for entry in one.passes]
         single = all(len(x) == 1 and x[0].kind in ("mean", "sum") for x in terms)
-        if unequal(one.shares):
+        if unequal(one.shares) or apart(one.row):
             continue
         if single or counted(one.passes):
             heavy = any(x[0].weighted for x in terms)  # class weights' sums differ

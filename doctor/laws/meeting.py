@@ -8,9 +8,9 @@ from itertools import compress, groupby, zip_longest
 
 from ..event import Event, Exit, Failed
 from ..job import waiting
-from ..law import NOTE, RISK, WRONG, Breach, Law, check, need, several
+from ..law import NOTE, RISK, WRONG, Breach, Doubt, Law, check, need, several
 from ..loaders import Epoch
-from ..moments import Moments, Step, Wraps
+from ..moments import Moments, Step, Wraps, whole
 from ..objects import variables
 from ..record import recorder, torch, wrap
 from ..results import Sends
@@ -84,6 +84,8 @@ class Meeting(Watcher):
         self.counts[where] += 1
         if recorder.step < 2:
             call.inside = Layers.here.weights()
+        if "gather" in name and recorder.watching:
+            call.inside = [*call.inside, *given(values)]
         for one in tensors if recorder.watching and self.counts[where] < 99 else ():
             if name in SUMS:
                 call.keys, counts = variables(sys._getframe())
@@ -121,10 +123,21 @@ def same_steps(job) -> None:
     need(not uneven, "join() lets the ranks take different numbers of steps")
 
 
+def trained() -> list:
+    """Return the weights that this process holds in full."""
+    known = [weight() for _, weight in [*Moments.here.known.values()]]
+    return whole([one for one in known if one is not None])
+
+
+def given(values: list) -> list[str]:
+    """Return the names of weights that are arguments of a collective."""
+    own = {one.data_ptr() for one in values if isinstance(one, torch.Tensor)}
+    return [Moments.here.name(one) for one in trained() if one.data_ptr() in own]
+
+
 def gradient(tensor) -> bool:
     """Return whether a tensor is the gradient of a weight."""
-    known = [weight() for _, weight in [*Moments.here.known.values()]]
-    found = [one.grad for one in known if one is not None and one.grad is not None]
+    found = [one.grad for one in trained() if one.grad is not None]
     plain = [one for one in found if not (one.is_sparse or tensor.is_sparse)]
     return any(one.data_ptr() == tensor.data_ptr() for one in plain)
 
@@ -321,6 +334,9 @@ def batch_counts_differ(job):
         if len({*counts}) > 1:
             told = ", ".join(map(str, counts))
             what = f"the ranks have {told} batches in epoch {epoch}"
+            taken = {one.step for one in job.of(Exit)}
+            if not failed and len(taken) == 1 and 0 not in taken:
+                raise Doubt(f"{what}, but take equal numbers of steps")
             yield Breach(what, feeds[0].place, level=WRONG if failed else RISK)
             return
     done = [n for n in epochs if all(one.whole(n) for one in job.processes)]

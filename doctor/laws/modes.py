@@ -1,7 +1,6 @@
 """Law 6: every weight learns. Checks the modes of layers, and frozen weights."""
 
 import sys
-from collections import Counter
 
 from ..event import Event
 from ..law import RISK, Breach, check, need
@@ -11,11 +10,7 @@ from ..objects import kind, trains
 from ..record import not_the_users, place, recorder, torch, wrap
 from ..watcher import Watcher
 from .alive import LAW, Alive, dead_weights, not_in_an_optimizer
-from .gradient import not_averaged
 from .layers import Layers, networks
-from .passes import Update
-from .replicas import listed
-from .states import State
 
 LOST = dead_weights, not_in_an_optimizer
 
@@ -49,13 +44,6 @@ class Dropped(Event, limit=400):
     place: str
 
 
-class Shares(Event, limit=400):
-    """A network with the weights of another one ran without gradients."""
-
-    network: str
-    place: str
-
-
 class Modes(Watcher):
     """Records the modes of batch norm and dropout layers."""
 
@@ -77,8 +65,6 @@ class Modes(Watcher):
     def on_output(self, network, outputs, batch) -> None:
         """Record a network's mode, if its batch is not from the training loader."""
         self.pending, gradients = None, torch.is_grad_enabled()
-        if recorder.watching and recorder.step and not gradients and shares(network):
-            recorder.write(Shares(network=type(network).__name__, place=place()))
         current = Loaders.here.current
         if batch is None or current is None or not recorder.step:
             return
@@ -127,16 +113,6 @@ class Modes(Watcher):
                     place=known.place,
                 )
                 recorder.write(event)
-
-
-def shares(network) -> bool:
-    """Return whether copy.copy() has copied this trained network, or made it."""
-    own, known = getattr(network, "module", network), Moments.here.known
-    others = [getattr(one, "module", one) for one in [*Moments.here.networks]]
-    others = [x for x in others if x is not own and isinstance(x, torch.nn.Module)]
-    # Such a copy has the same dictionary of submodules
-    same = any(vars(x)["_modules"] is vars(own)["_modules"] for x in others)
-    return same and any(id(one) in known for one in own.parameters())
 
 
 def layers(job) -> list[Mode]:
@@ -197,41 +173,3 @@ def validations(job) -> list[Validation]:
         feeding |= {one.loader for one in process.of(EpochEnd) if one.steps}
         found += [x for x in process.of(Validation) if x.loader not in feeding]
     return sorted(found, key=lambda one: one.time)
-
-
-@check(LAW, RISK, needs=[Update, State], causes=[not_averaged])
-def zeroed(job):
-    """Weights change although the script sets their gradients to zero.
-
-    To freeze weights, set their gradients to None, or call requires_grad_(False) and
-    wrap the network again. Momentum and weight decay change weights even if their
-    gradients are zero.
-    Not a mistake if: these weights are meant to change.
-    """
-    rank, found = job.processes[0], Counter()
-    own = [x for x in rank.of(State) if (x.moment, x.what) == ("step", "weights")]
-    now = {x.step: x.rows() for x in own}
-    for one in rank.of(Update):
-        before, after = now.get(one.step, {}), now.get(one.step + 1, {})
-        for number, name in enumerate(one.names):
-            zero = any(any(one.part(x, number)) for x in one.local)
-            zero = zero and not any(one.part(one.used, number))
-            known = name in before and name in after
-            found[name] += zero and known and before[name] != after[name]
-    if names := [name for name, steps in found.items() if steps > 2]:
-        what = f"{len(names)} weights change, although their gradients are set to zero "
-        what += f"in up to {max(found.values())} steps: {listed(names)}"
-        yield Breach(what, rank.of(Update)[0].place)
-
-
-@check(LAW, RISK, read="pitfall 11")
-def shared_weights(job):
-    """A copy of the trained network has the same weights, not a copy of them.
-
-    Use copy.deepcopy(): copy.copy() copies no weights, so training changes both.
-    Not a mistake if: both networks are meant to have the same weights.
-    """
-    found = job.processes[0].of(Shares)
-    if len({one.step for one in found}) > 2:
-        what = f"a second {found[0].network}, which runs without gradients, has the "
-        yield Breach(f"{what}weights that an optimizer trains", found[0].place)

@@ -1,20 +1,15 @@
 """Law 1: every sample is read once per epoch. Compares the epochs' orders."""
 
-from collections import Counter
 from itertools import combinations, pairwise
-from math import inf
-from statistics import median
 
 from ..draws import Order
 from ..job import Job
 from ..law import RISK, WRONG, Breach, Doubt, check, need, several
-from ..loaders import Epoch, EpochEnd
 from ..moments import Step
 from ..neighbours import before_a_repeat, contents, tells
-from ..reads import Feed, feeds, interleaved, loaded
+from ..reads import Feed, feeds, loaded
 from .randomness import LAW as RANDOM
 from .randomness import Draw
-from .resume import Restored
 from .samples import LAW, left_out, where
 
 SHARE = (
@@ -111,45 +106,3 @@ def outdated_dataset(job):
     """
     if what := outdated(job):
         yield Breach(what, where(job))
-
-
-@check(LAW, RISK, needs=[Step], read="pitfall 18")
-def skipped_again(job):
-    """After a resume in the middle of an epoch, later epochs skip batches, too.
-
-    Set the number of batches to skip to 0 after the first epoch.
-    Not a mistake if: no epoch is meant to use its first batches.
-    """
-    process, skips, usual, cut = job.processes[0], Counter(), set(), Counter()
-    ends = {(x.loader, x.epoch): x for x in process.of(EpochEnd)}
-    begun = {(x.loader, x.epoch): x.step for x in process.of(Epoch)}
-    for epoch in process.epochs:
-        counts = [*Counter(one.step for one in process.batches(epoch)).values()]
-        if len(counts) < 2 or not process.whole(epoch):
-            cut[sum(counts)] += 1
-            continue
-        many = counts[0] - int(median(counts[1:-1] or counts))
-        end, later = ends.get((process.training, epoch)), (process.training, epoch + 1)
-        each, rest = divmod(end.steps if end else 0, len(counts))
-        ahead = rest or (end and begun.get(later, 0) > end.step)
-        if many > 0 and each and not ahead:  # or else, a prefetcher reads ahead
-            skips[many, each] += 1
-        elif not many:
-            usual.add(each)
-    resumed = min((one.time for one in process.of(Restored)), default=inf)
-    fed = all(one.loader() for one in job.processes)
-    first = process.batches(process.epochs[0]) if fed else ()
-    full = sum(len(one.indices or ()) for one in first)
-    for number in interleaved(job)[1] if fed else ():
-        own, first = process.loader(number), process.loader()
-        passes = [x for x in process.of(EpochEnd) if x.loader == number and x.whole]
-        counts = [process.batches(x.epoch, number) for x in passes]
-        counts = [sum(len(x.indices or ()) for x in one) for one in counts]
-        same = (own.type, own.samples) == (first.type, first.samples)
-        if same and own.time > resumed and len(counts) > 1 and max(counts) < full / 1.1:
-            what = f"{len(counts)} passes after the resume read {max(counts):,} samples"
-            yield Breach(f"{what} on rank 0, an earlier one {full:,}", own.place)
-    for (many, each), count in skips.items():
-        if count > max(1, cut[many]) and (each in usual or job.of(Restored)):
-            what = f"no step uses the first {many} batches of {count} epochs"
-            yield Breach(what, where(job))

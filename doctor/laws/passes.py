@@ -110,7 +110,6 @@ class Passes(Watcher):
         self.number += 1
         current, model = Loaders.here.current, self.model()
         self.current = {
-            "number": self.number,
             "place": Moments.here.where,
             "loader": current and current.loader,
             "epoch": current and current.epoch,

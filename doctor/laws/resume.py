@@ -1,7 +1,5 @@
 """Law 8: files are complete, and have one writer. Checks what a resume restores."""
 
-import os
-import re
 import sys
 from functools import partial
 from traceback import walk_stack
@@ -118,40 +116,6 @@ def live_snapshot(job):
             level = RISK if one.taken else NOTE  # perhaps all of the job's weights
             yield Breach(what, one.place, level=level)
             return
-
-
-@check(LAW, RISK, read="pitfall 18")
-def older_file(job):
-    """The script resumes from the file whose name comes last as text, not as a number.
-
-    Sort the files by their numbers: as text, "9" comes after "10".
-    Not a mistake if: the script goes back to an earlier state on purpose.
-    """
-    for process in job.processes:
-        saved, found, restored = [], None, False
-        for one in process.launches:
-            if found and restored and one.step > found.facts:  # the training continues
-                yield found
-                return
-            if isinstance(one, Saved) and one.path and one.holds:
-                saved.append(one.path)
-            elif isinstance(one, Loaded):
-                found, restored = None, False
-                key = series(one.path or "")[0]
-                same = [path for path in saved if series(path)[0] == key]
-                last = max(same, key=lambda path: series(path)[1], default=None)
-                if same and one.path == max(same) != last:
-                    what = f"{base(one.path)} is loaded, but {base(last)} is newer"
-                    found = Breach(what, one.place, facts=one.step)
-            elif isinstance(one, Restored):
-                restored |= one.what == "optimizer"
-
-
-def series(path: str) -> tuple[str, int]:
-    """Return a path without the last number of its name, and this number."""
-    folder, name = os.path.split(path)
-    start, number, end = re.fullmatch(r"(.*?)(\d*)(\D*)", name).groups()
-    return f"{folder}/{start}#{end}", int(number or 0)
 
 
 @check(LAW, RISK, read="pitfall 18")

@@ -1,48 +1,106 @@
 """Law 2: ranks are exchangeable. Compares the ranks' settings."""
 
+import functools
 import gc
+import linecache
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from itertools import groupby
+from dataclasses import field
+from zlib import crc32
 
 from ..event import Event
 from ..law import RISK, Breach, check, need
 from ..moments import Step
 from ..objects import BLOCKS, is_users
-from ..reads import Feed
-from ..record import recorder
+from ..record import LIBRARY, builtins, not_the_users, place, quiet, recorder, torch
 from ..sample import digest
 from ..watcher import Watcher
 from .ranks import LAW, Facts
 from .replicas import alike
 from .samples import datasets_differ, undivided
 
+LEARNED = re.compile("(?:^|_)(?:mean|std|var|median|mu|sigma|scale)s?(?:_|$)", re.I)
+
 
 class Fitted(Event, limit=1):
     """What objects have learned from data, such as StandardScaler.mean_."""
 
     values: dict[str, list[float]]  # a few numbers, by class and attribute
+    tables: dict[str, dict[int, int]] = field(default_factory=dict)  # see tables_in()
+
+
+class Hashed(Event, limit=300):
+    """The script turns a string into a number: hash(string) % number."""
+
+    key: int  # a hash of the string, the same in all processes
+    number: int
+    place: str
 
 
 class Settings(Watcher):
-    """Records what scikit-learn's objects and the script's own ones have learned."""
+    """Records what the script's objects have learned, and hashes of strings."""
+
+    def hooks(self) -> None:
+        python, seen = sys.modules["builtins"], set()
+        call = python.hash
+        builtins.append((python, "hash", call))  # see compiles()
+        outside = (*not_the_users(), LIBRARY)
+
+        @functools.wraps(call)
+        def hash(value, /):
+            number = call(value)
+            if type(value) is str and len(seen) < Hashed.limit and value not in seen:
+                frame = sys._getframe(1)
+                if not frame.f_code.co_filename.startswith(outside):
+                    seen.add(value)
+                    quiet(self.hashed)(value, number, frame)
+            return number
+
+        python.hash = hash
+
+    def hashed(self, value: str, number: int, frame) -> None:
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if re.search(r"\bhash\(.*\)\s*[%&]", line):
+            recorder.write(Hashed(key=digest(value), number=number, place=place(frame)))
 
     def on_step(self, optimizer, weights, gradients) -> None:
         if not recorder.full(Fitted) and sys.getallocatedblocks() < BLOCKS:
-            recorder.write(Fitted(values=fitted()))
+            every = gc.get_objects()
+            recorder.write(Fitted(values=fitted(every), tables=tables_in(every)))
 
 
-def fitted() -> dict[str, list[float]]:
-    """Return Fitted.values; by scikit-learn's convention, such names end with _."""
-    every, found, again = gc.get_objects(), {}, set()
+def tables_in(every: list) -> dict[str, dict[int, int]]:
+    """Return tables that number strings, such as a vocabulary, by their names.
+
+    Of each, these are up to 64 entries: hashes of strings, and the numbers.
+    """
+    owners, found = [("", vars(sys.modules["__main__"]))], {}
+    kinds = {one for one in {*map(type, every)} if is_users(one)}
+    for one in (x for x in every if type(x) in kinds):
+        owners.append((f"{type(one).__name__}.", getattr(one, "__dict__", {})))
+    for prefix, own in owners:
+        for name, one in [*own.items()]:
+            texts = isinstance(one, dict) and all(type(key) is str for key in one)
+            whole = texts and len(one) > 7 and all(type(x) is int for x in one.values())
+            if whole and len({*one.values()}) == len(one):
+                rows = sorted((crc32(key.encode()), x) for key, x in one.items())
+                found[prefix + name] = dict(rows[:64])
+    return found
+
+
+def fitted(every: list) -> dict[str, list[float]]:
+    """Return Fitted.values, by scikit-learn's or by usual names of statistics."""
+    found, again = {}, set()
     kinds = {one for one in {*map(type, every)} if is_users(one)}
     for one in every:
         kind = type(one)
         if kind in kinds or str(kind.__module__).startswith("sklearn."):
             for name, value in [*getattr(one, "__dict__", {}).items()]:
                 label = f"{kind.__name__}.{name}"
-                if name.endswith("_") and name[0] != "_" and (few := few_of(value)):
+                fits = name.endswith("_") or (kind in kinds and LEARNED.search(name))
+                if fits and name[0] != "_" and (few := few_of(value)):
                     again |= {label} & found.keys()
                     found[label] = few
     return {name: few for name, few in found.items() if name not in again}
@@ -54,6 +112,8 @@ def few_of(value) -> list[float]:
         return [float(value)]
     if isinstance(value, dict):
         return [x for one in [*value.values()][:8] for x in few_of(one)]
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().numpy() if value.numel() < 9 else None
     value = value.to_numpy() if hasattr(value, "to_numpy") else value
     if type(value).__name__ != "ndarray":
         return []
@@ -73,41 +133,19 @@ def settings_differ(job):
     trains = all(process.of(Facts) for process in job.processes)
     need(trains, "some ranks make no training pass")
     count, differ = Counter(), {}
-    for name, row, step, place in facts(job):
+    for name, row, step, line in facts(job):
         count[name] += 1
         if len({*row}) > 1:
-            differ.setdefault(name, []).append((row, step, place))
+            differ.setdefault(name, []).append((row, step, line))
     need(count, "no training pass was seen on all ranks")
     for name in sorted(differ, key=lambda name: -len(differ[name]))[:3]:
-        number, (row, step, place) = len(differ[name]), differ[name][0]
+        number, (row, step, line) = len(differ[name]), differ[name][0]
         if number > max(2, 0.1 * count[name]):
             told = ", ".join(f"{x} on rank {n}" for n, x in enumerate(row[:4]))
             what = f"{name}: {told} in step {step + 1} and others ({number} passes)"
-            yield Breach(what, place)
-    for what in changed(job):
-        yield Breach(what, job.processes[0].loader().place)
+            yield Breach(what, line)
     names = ", ".join(name for name in count if " of " not in name)
     yield f"equal on all ranks in {max(count.values())} passes: {names}"
-
-
-def changed(job) -> Iterator[str]:
-    """Yield a message if a number of the training dataset changes on some ranks only.
-
-    A whole number that grows may be a counter.
-    """
-    lists = []
-    for process in job.processes:
-        feeds = {x.epoch: x for x in process.of(Feed) if x.loader == process.training}
-        lists.append([feeds[x].fields for x in process.epochs if x in feeds])
-    known = [{*fields} for own in lists for fields in own]
-    for name in sorted(set.intersection(*known)) if all(lists) else ():
-        rows = [[x[name] for x in own] for own in lists]
-        kinds = [[value for value, _ in groupby(row)] for row in rows]
-        grow = any(isinstance(x[-1], int) and x[-1] > x[0] for x in rows)
-        once = sorted({*map(len, kinds)}) == [1, 2]
-        if once and len({x[0] for x in rows}) == 1 and not grow:
-            told = ", ".join(f"{x[-1]} on rank {n}" for n, x in enumerate(rows[:4]))
-            yield f"{name} is {rows[0][0]} on every rank at first, and later {told}"
 
 
 def facts(job) -> Iterator[tuple[str, list, int, str]]:
@@ -150,3 +188,39 @@ def fits_differ(job):
         )
         what = f"{len(found)} learned attributes differ, such as {name}: {told}"
         yield Breach(what, job.of(Step)[0].place)
+
+
+@check(LAW, RISK, needs=[Fitted], effects=[datasets_differ], read="lesson 4")
+def tables_differ(job):
+    """A table gives the same strings, such as words or classes, other numbers per rank.
+
+    Build the table from all samples in sorted order, or broadcast it from rank 0.
+    Not a mistake if: the numbers do not reach the network.
+    """
+    rows = [one.tables for process in job.processes for one in process.of(Fitted)]
+    for name, first in rows[0].items():
+        for rank, other in enumerate(rows):
+            both = first.keys() & other.get(name, {}).keys()
+            differ = sum(first[key] != other[name][key] for key in both)
+            if differ > max(2, 0.2 * len(both)):
+                what = f"{name} gives {differ} of {len(both)} strings other numbers on "
+                yield Breach(f"{what}rank {rank} than on rank 0", job.of(Step)[0].place)
+                return
+
+
+@check(LAW, RISK, effects=[datasets_differ], read="lesson 4")
+def hashes_differ(job):
+    """hash() turns the same string into another number on each rank.
+
+    Use zlib.crc32(string.encode()): Python changes hash() of strings in each process.
+    Not a mistake if: the numbers do not reach the network or the order of samples.
+    """
+    known = {}
+    for process in job.processes:
+        for one in process.of(Hashed, loaders=True):
+            numbers = known.setdefault((one.place, one.key), {})
+            numbers.setdefault(process.rank, one.number)
+    rows = [(line, {*x.values()}) for (line, _), x in known.items() if len(x) > 1]
+    if differ := [line for line, numbers in rows if len(numbers) > 1]:
+        what = f"hash() of {len(differ)} of {len(rows)} strings differs between ranks"
+        yield Breach(what, differ[0])

@@ -7,7 +7,7 @@ from ..event import Event, Exit
 from ..law import Doubt, Law
 from ..loaders import Loaders
 from ..moments import Moments, Step, Wraps
-from ..objects import Objects, label_of
+from ..objects import Objects, few_of, label_of
 from ..record import STEPS, place, recorder, torch
 from ..sample import digest, flat, numbers
 from ..watcher import Watcher
@@ -59,7 +59,7 @@ class Replicas(Watcher):
     def on_step(self, optimizer, weights, gradients) -> None:
         if not recorder.watching:
             return
-        found = {"weights": self.held(), "buffers": buffers()}
+        found = {"weights": self.held(), "buffers": summed(buffers())}
         if recorder.step:
             found["kept"] = self.objects.tensors(Moments.here.known)
         rows = numbers([x for own in found.values() for x in own.values()])
@@ -99,7 +99,8 @@ class Replicas(Watcher):
         if seen:
             return
         self.validated.add(key)
-        found = named([*network.named_parameters(), *network.named_buffers()])
+        found = named(network.named_parameters())
+        found |= summed(named(network.named_buffers()))
         self.write("validation", type(network).__name__, found, trains=trains)
 
     def on_end(self) -> None:
@@ -153,6 +154,11 @@ def named(pairs) -> dict:
         if one.is_floating_point() and not hasattr(one, "placements"):
             found[label_of(name.removeprefix("module."), found)] = one
     return found
+
+
+def summed(found: dict) -> dict:
+    """Return few_of() of each tensor: most entries of a code book may be unused."""
+    return {name: few_of(one) for name, one in found.items()}
 
 
 def kept(network) -> list[tuple]:

@@ -1,22 +1,13 @@
 """Law 2: ranks are exchangeable. Checks the targets of losses."""
 
-from collections import Counter, defaultdict
-from math import isfinite, prod, sqrt
-from random import Random
-from statistics import correlation, fmean, pstdev
+from statistics import fmean
 
 from ..event import Event
-from ..job import Process
-from ..law import RISK, Breach, Doubt, check, need
-from ..neighbours import Input, Targets
+from ..law import RISK, Breach, Doubt, check
 from ..record import place, recorder, torch, wrap
 from ..sample import digest, numbers
 from ..watcher import Watcher
 from .ranks import LAW
-from .samples import datasets_differ
-
-FEWEST = 8  # minimum number of samples with a token or a class
-Samples = list[tuple[dict[int, float], float]]  # features and a target
 
 
 class Contrast(Event, limit=400):
@@ -99,88 +90,3 @@ def same_targets(job):
     else:
         told = ", ".join(f"{x:.3g} on rank {n}" for n, x in enumerate(means[:4]))
         yield Breach(f"{text}, and the later losses are {told}", one.place)
-
-
-@check(LAW, RISK, needs=[Input, Targets], causes=[datasets_differ])
-def meanings_differ(job):
-    """Ids (of words, for example) or classes mean different things on each rank.
-
-    Build the vocabulary from all samples, or build it on rank 0 and broadcast it.
-    Not a mistake if: each rank is meant to learn a task of its own.
-    """
-    first, *ranks = [samples(process) for process in job.processes[:4]]
-    for rank, other in enumerate(ranks, 1):
-        cells = common(first, other)
-        need(len(cells) > 9, "too few samples of each class were seen")
-        rows = [related(x, cells) for x in (first, other)]
-        # These are standard normal numbers if inputs and targets are independent
-        sizes = [sum(x * x for x in row) for row in rows]
-        count = len(cells)
-        found = correlation(*rows) if min(map(pstdev, rows)) else 1
-        wanted = sqrt(prod(max(0, 1 - count / size) for size in sizes))
-        if found < wanted / 3 and (wanted - found) * sqrt(count) > 5:
-            errors = min(map(beyond, (first, other), [cells] * 2, sizes))
-            if errors > 8:
-                what = f"on ranks 0 and {rank}, targets depend differently on inputs: "
-                what += f"the correlation is {found:.2f}, not {wanted:.2f}"
-                yield Breach(what, job.of(Input)[0].place)
-                return
-
-
-def samples(process: Process) -> Samples:
-    """Return a rank's distinct samples, as (features, target)."""
-    found, targets = {}, {(x.step, x.count): x for x in process.of(Targets)[::-1]}
-    for one in process.of(Input):
-        known = targets.get((one.step, len(one.rows)))
-        values = known.values if known else ()
-        for row, few, target in zip(one.rows, one.few, values, strict=False):
-            if all(map(isfinite, (*few, target))):
-                features = dict.fromkeys(few, 1.0) if one.whole else enumerate(few)
-                found.setdefault(row, (dict(features), target))
-    return [*found.values()][:800]
-
-
-def common(*ranks: Samples) -> list[tuple]:
-    """Return the pairs (feature, class) that have enough samples on all ranks."""
-    features, classes = [], []
-    for own in ranks:
-        counts, most = defaultdict(Counter), len(own) - FEWEST
-        for values, _ in own:
-            for name, value in values.items():
-                counts[name][value] += 1
-        often = {k: x for k, x in counts.items() if x.total() >= FEWEST}
-        features.append({k for k, x in often.items() if max(x.values()) <= most})
-        targets = Counter(target for _, target in own)
-        classes.append({x for x, n in targets.items() if FEWEST <= n <= most})
-    targets = sorted(set.intersection(*classes))
-    binary = len(targets) == 2 and all(len({x for _, x in y}) == 2 for y in ranks)
-    names = sorted(set.intersection(*features))[:200]
-    return [(x, y) for y in targets[binary:][:6] for x in names]
-
-
-def related(own: Samples, cells: list[tuple]) -> list[float]:
-    """Return the correlation of each pair's feature and class, times sqrt(samples)."""
-    sums, squares, both = Counter(), Counter(), Counter()
-    classes, count = Counter(target for _, target in own), len(own)
-    for values, target in own:
-        for name, x in values.items():
-            sums[name] += x
-            squares[name] += x * x
-            both[name, target] += x
-    found = []
-    for name, target in cells:
-        share = classes[target] / count
-        spread = squares[name] / count - (sums[name] / count) ** 2
-        gap = both[name, target] - share * sums[name]
-        found.append(gap / sqrt(max(1e-12, spread * share * (1 - share)) * count))
-    return found
-
-
-def beyond(own: Samples, cells: list[tuple], size: float) -> float:
-    """Return how many standard errors `size` is above its mean for shuffled targets."""
-    order, sizes, targets = Random(0), [], [target for _, target in own]
-    for _ in range(24):
-        order.shuffle(targets)
-        mixed = [(x, y) for (x, _), y in zip(own, targets, strict=True)]
-        sizes.append(sum(x * x for x in related(mixed, cells)))
-    return (size - fmean(sizes)) / (pstdev(sizes) or 1)

@@ -1,0 +1,93 @@
+"""Law 7: printed results are true. Checks that metrics get matching labels."""
+
+from collections import Counter, deque
+
+from ..event import Event
+from ..law import RISK, Breach, check
+from ..loaders import leaves
+from ..record import place, recorder, torch
+from ..results import LABELS, both_of
+from ..watcher import Watcher
+from .printed import LAW
+
+
+class Paired(Event, limit=400):
+    """The script calls a metric of scikit-learn with this rank's outputs."""
+
+    name: str
+    place: str
+    found: int  # number of outputs among the predictions
+    apart: int  # number of these that are beside another sample's label
+
+
+class Pairs(Watcher):
+    """Compares a metric's labels with those that came with a network's inputs."""
+
+    def __init__(self):
+        self.batches = deque(maxlen=8)
+        self.own, self.count = [], 0  # outputs and targets since the last training pass
+
+    def on_batch(self, own, batch, seconds) -> None:
+        key = batch["loader"], batch["epoch"], batch["number"]
+        targets = [x for x in batch["tensors"] if x.numel() == len(x)]
+        self.batches.append((key, targets))
+
+    def on_output(self, network, outputs, batch) -> None:
+        if torch.is_grad_enabled():
+            self.own, self.count = [], 0
+            return
+        key = batch and (batch["loader"], batch["epoch"], batch["number"])
+        targets = next((x for known, x in self.batches if known == key), ())
+        one = next((x for x in leaves(outputs) if x.dim() and len(x)), None)
+        if one is None or not targets or len(one) != len(targets[0]):
+            return
+        scores = one.detach().reshape(len(one), -1).double()
+        if scores.size(1) < 3 and self.count < LABELS:
+            self.count += len(one)
+            if scores.size(1) == 2:
+                scores = torch.stack([scores[:, 1], scores.diff()[:, 0]], 1)
+            self.own.append((scores, [x.reshape(-1).double() for x in targets]))
+
+    def on_metric(self, name, args, kwargs, result) -> None:
+        truth, guesses = both_of(args, kwargs)
+        fits = truth.dim() == 1 and truth.shape == guesses.shape
+        if not (self.own and fits and 30 < len(truth) < LABELS) or recorder.full(
+            Paired
+        ):
+            return
+        outputs = torch.cat([x for x, _ in self.own])
+        rows = zip(*(x for _, x in self.own), strict=False)
+        columns = [torch.cat(x).tolist() for x in rows]
+        truth, at = truth.tolist(), unique(guesses.tolist())
+        columns = [x for x in columns if {*x} <= {*truth}]
+        for scores in (*outputs.t(), *outputs.t().sigmoid()):
+            own = unique(scores.tolist())
+            pairs = [(truth[at[x]], own[x]) for x in own.keys() & at.keys()]
+            if len(pairs) > 15 and columns:
+                apart = min(sum(x != y[n] for x, n in pairs) for y in columns)
+                which = {"name": name, "place": place()}
+                recorder.write(Paired(**which, found=len(pairs), apart=apart))
+                return
+
+
+def unique(values: list[float]) -> dict[str, int]:
+    """Return {value, rounded: its index} for the values that occur once."""
+    keys = [f"{x:.5g}" for x in values]
+    counts = Counter(keys)
+    return {x: n for n, x in enumerate(keys) if counts[x] == 1}
+
+
+@check(LAW, RISK, needs=[Paired], read="pitfall 16")
+def labels_apart(job):
+    """A metric compares the networks' outputs with the labels of other samples.
+
+    Gather outputs and labels in the same way: DistributedSampler changes the order of
+    the samples.
+    Not a mistake if: the labels are shuffled on purpose.
+    """
+    for one in job.of(Paired):
+        if one.apart > max(8, 0.05 * one.found):
+            what = f"rank {one.rank} calls {one.name}(), in which {one.apart} of "
+            what += f"{one.found} of its outputs are beside another sample's label"
+            yield Breach(what, one.place)
+            return
