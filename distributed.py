@@ -102,12 +102,12 @@ def main(args: Namespace) -> None:
     checkpoint.compare_ranks(rank, world_size, device, all_reduce)
     if rank == 0:
         checkpoint.print_header(device, world_size, steps=len(train_loader))
-    if args.evaluate:  # no training follows, because args.epochs is 0
+    if args.evaluate:  # no training follows
         val = validate(args, val_loader, eval_model)
         if rank == 0:
             print(f"val {format_metrics(val, names=val)}")
 
-    for epoch in range(checkpoint.epoch, args.epochs):
+    for epoch in range(checkpoint.epoch, 0 if args.evaluate else args.epochs):
         train_sampler.set_epoch(epoch, skip=checkpoint.step * batch_size)  # per rank
         speed = train(
             args, rank, train_loader, model, optimizer, scheduler, scaler, checkpoint

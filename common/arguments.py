@@ -84,8 +84,6 @@ def parse_arguments(parser: Parser) -> argparse.Namespace:
         if type(value) in (int, float) and not least <= value <= most:
             flag = name.replace("_", "-")
             parser.error(f"--{flag} must be from {least} to {most}, but is {value}")
-    if args.evaluate:
-        args.epochs = 0  # train no epoch
     args.output = args.output or Path("runs", Path(sys.argv[0]).stem)
     return args
 
