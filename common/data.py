@@ -147,10 +147,7 @@ def seed_generators(*key: int) -> None:
 
 
 class EpochSampler:
-    """Yields (seed, epoch, position in the epoch, index) for this process's images.
-
-    SeededDataset seeds the random generators with these numbers, in any process.
-    """
+    """Yields (seed, epoch, position in the epoch, index) for this process's images."""
 
     def __init__(self, share: Sequence[int], seed: int, rank: int, world_size: int):
         """`share` yields this process's indices, every world_size-th in the epoch."""

@@ -15,7 +15,7 @@ from scripts.sync_scripts import BASE, REGIONS, SIBLINGS, split
 SCRIPTS = [name.removesuffix(".py") for name in (BASE, *SIBLINGS)]
 OPTIONAL = {"common.tar", "common.nvimgcodec"}
 # Limits on lines, which we want to lower; the goals of the first six: 1000, 950, none, 220, 235, 85
-BUDGETS = {"a script with its imports": 1232, "common": 1152, "optional modules": 155}
+BUDGETS = {"a script with its imports": 1227, "common": 1147, "optional modules": 155}
 BUDGETS |= {"distributed.py": 217, "a script": 235, "a script's strategy": 77}
 BUDGETS |= {"modules of common": 9, "scripts": 900, "tests": 6191}
 BUDGETS |= {"doctor": 10919, "doctor's tests": 3038, "benchmarks": 2586}
