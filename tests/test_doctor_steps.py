@@ -806,6 +806,8 @@ def test_what_ranks_may_have_of_their_own():
         (lambda rank: [], {"weights_differ"}),
         (lambda rank: [event(Call, inside=["body"])], {"weights_differ"}),
         (lambda rank: [event(Call, inside=["head"])], set()),
+        (lambda rank: [event(Call, gathers=["head"])], set()),
+        (lambda rank: [event(Call, gathers=["head", "body"])], {"weights_differ"}),
         (lambda rank: [event(Saved, path=f"{rank}", names=["head"])], set()),
         (lambda rank: [event(Saved, path="a", names=["head"])], {"weights_differ"}),
         (lambda rank: [event(Step, which=rank, rates=[0.1])], set()),
@@ -947,13 +949,12 @@ def test_what_each_rank_learns_from_its_own_data():
     one, words = Scaler(), [f"word {n}" for n in range(99)]
     one.mean_, one.names_, one.norm = numpy.array([1.0, 2.0]), numpy.array(["a"]), 3.0
     one.obs_std, one.ids = torch.tensor([0.5]), {x: n for n, x in enumerate(words)}
-    one.counts = dict.fromkeys(words, 3)
     found, tables = fitted([one]), tables_in([one])
     assert found["Scaler.mean_"] == [1, 2] and found["Scaler.obs_std"] == [0.5]
     assert (
         fitted([one]) == found and "Scaler.norm" not in found
     )  # also what is no number
-    assert len(tables["Scaler.ids"]) == 64 and "Scaler.counts" not in tables
+    assert len(tables["Scaler.ids"]) == 64
     other = Scaler()  # which of the two would be compared?
     other.mean_ = one.mean_
     assert "Scaler.mean_" not in fitted([one, other])

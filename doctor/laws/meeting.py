@@ -51,6 +51,7 @@ class Call(Event, limit=3000):
     counts: dict[str, int] = field(default_factory=dict)  # and counts, if it is a sum
     passes: int = 0  # number of calls of networks that have ended
     inside: list[str] = ()  # weights of the module whose forward() calls it
+    gathers: list[str] = ()  # weights that it gathers
 
 
 class Meeting(Watcher):
@@ -85,7 +86,7 @@ class Meeting(Watcher):
         if recorder.step < 2:
             call.inside = Layers.here.weights()
         if "gather" in name and recorder.watching:
-            call.inside = [*call.inside, *given(values)]
+            call.gathers = given(values)
         for one in tensors if recorder.watching and self.counts[where] < 99 else ():
             if name in SUMS:
                 call.keys, counts = variables(sys._getframe())

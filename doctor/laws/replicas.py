@@ -95,7 +95,8 @@ def parts_of_layers(job: Job) -> set[str]:
     """Return weights that may be each rank's part of a layer, as of a sharded head.
 
     They differ at the start, others do not, and their module calls a collective, or
-    each rank saves these, but not all weights, in a file of its own.
+    the script gathers only these, or each rank saves these, but not all weights, in a
+    file of its own.
     """
     for row in states_of(job, "step", "weights")[:1]:
         found, count = differing(row)
@@ -107,7 +108,9 @@ def parts_of_layers(job: Job) -> set[str]:
         apart = [[x for x in own if {*found} <= x and len(x) < count] for own in apart]
         if found and all(apart):  # each rank has such a file
             return set().union(*chain(*apart))
-        if len(found) < count and {*found} <= set().union(*inside):
+        gathered = {name for one in job.of(Call) for name in one.gathers}
+        within = {*found} <= set().union(*inside) or gathered == {*found}
+        if len(found) < count and within:
             return {*found}
     return set()
 

@@ -1,6 +1,7 @@
 """Law 7: printed results are true. Checks that metrics get matching labels."""
 
 from collections import Counter, deque
+from math import inf
 
 from ..event import Event
 from ..law import RISK, Breach, check
@@ -25,7 +26,8 @@ class Pairs(Watcher):
 
     def __init__(self):
         self.batches = deque(maxlen=8)
-        self.own, self.count = [], 0  # outputs and targets since the last training pass
+        self.own, self.count = [], 0  # outputs and targets of the last pass
+        self.last = None  # the loader's pass
 
     def on_batch(self, own, batch, seconds) -> None:
         key = batch["loader"], batch["epoch"], batch["number"]
@@ -41,6 +43,8 @@ class Pairs(Watcher):
         one = next((x for x in leaves(outputs) if x.dim() and len(x)), None)
         if one is None or not targets or len(one) != len(targets[0]):
             return
+        if self.last != key[:2]:
+            self.own, self.count, self.last = [], 0, key[:2]
         scores = one.detach().reshape(len(one), -1).double()
         if scores.size(1) < 3 and self.count < LABELS:
             self.count += len(one)
@@ -51,30 +55,47 @@ class Pairs(Watcher):
     def on_metric(self, name, args, kwargs, result) -> None:
         truth, guesses = both_of(args, kwargs)
         fits = truth.dim() == 1 and truth.shape == guesses.shape
-        if not (self.own and fits and 30 < len(truth) < LABELS) or recorder.full(
-            Paired
-        ):
+        fits = fits and 30 < len(truth) < LABELS
+        if not (self.own and fits) or recorder.full(Paired):
             return
         outputs = torch.cat([x for x, _ in self.own])
         rows = zip(*(x for _, x in self.own), strict=False)
         columns = [torch.cat(x).tolist() for x in rows]
         truth, at = truth.tolist(), unique(guesses.tolist())
-        columns = [x for x in columns if {*x} <= {*truth}]
         for scores in (*outputs.t(), *outputs.t().sigmoid()):
             own = unique(scores.tolist())
-            pairs = [(truth[at[x]], own[x]) for x in own.keys() & at.keys()]
-            if len(pairs) > 15 and columns:
-                apart = min(sum(x != y[n] for x, n in pairs) for y in columns)
+            both = own.keys() & at.keys()
+            if len(both) <= max(15, len(own) / 2):
+                continue
+            pairs = [(own[x], truth[at[x]]) for x in both]
+            counts = [apart(column, truth, pairs) for column in columns]
+            labels = [x for x in columns if len({*x}) > 1 and {*x} <= {*truth}]
+            if labels or min(counts) == 0:
                 which = {"name": name, "place": place()}
-                recorder.write(Paired(**which, found=len(pairs), apart=apart))
-                return
+                one = Paired(**which, found=len(pairs), apart=int(min(counts)))
+                recorder.write(one)
+            return
 
 
 def unique(values: list[float]) -> dict[str, int]:
     """Return {value, rounded: its index} for the values that occur once."""
-    keys = [f"{x:.5g}" for x in values]
+    keys = [f"{x:.6g}" for x in values]
     counts = Counter(keys)
     return {x: n for n, x in enumerate(keys) if counts[x] == 1}
+
+
+def apart(column: list, truth: list, pairs: list[tuple[int, float]]) -> float:
+    """Return how many of the pairs (sample, label) do not fit a column of targets.
+
+    The labels may be computed from the column, such as 1 - target. If most targets are
+    different, these have to be the labels.
+    """
+    if len({*column}) > len(column) / 2:
+        return sum(column[n] != x for n, x in pairs) if {*column} <= {*truth} else inf
+    found = {}
+    for n, x in pairs:
+        found.setdefault(column[n], Counter())[x] += 1
+    return len(pairs) - sum(max(one.values()) for one in found.values())
 
 
 @check(LAW, RISK, needs=[Paired], read="pitfall 16")

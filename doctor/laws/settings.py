@@ -17,6 +17,7 @@ from ..objects import BLOCKS, is_users
 from ..record import LIBRARY, builtins, not_the_users, place, quiet, recorder, torch
 from ..sample import digest
 from ..watcher import Watcher
+from .carried import METER
 from .ranks import LAW, Facts
 from .replicas import alike
 from .samples import datasets_differ, undivided
@@ -65,8 +66,10 @@ class Settings(Watcher):
         if re.search(r"\bhash\(.*\)\s*[%&]", line):
             recorder.write(Hashed(key=digest(value), number=number, place=place(frame)))
 
-    def on_step(self, optimizer, weights, gradients) -> None:
-        if not recorder.full(Fitted) and sys.getallocatedblocks() < BLOCKS:
+    def on_input(self, network, inputs) -> None:
+        if not torch.is_grad_enabled() or recorder.full(Fitted):
+            return
+        if sys.getallocatedblocks() < BLOCKS:
             every = gc.get_objects()
             recorder.write(Fitted(values=fitted(every), tables=tables_in(every)))
 
@@ -76,18 +79,26 @@ def tables_in(every: list) -> dict[str, dict[int, int]]:
 
     Of each, these are up to 64 entries: hashes of strings, and the numbers.
     """
-    owners, found = [("", vars(sys.modules["__main__"]))], {}
+    owners, found, again = [("", vars(sys.modules["__main__"]))], {}, set()
     kinds = {one for one in {*map(type, every)} if is_users(one)}
     for one in (x for x in every if type(x) in kinds):
         owners.append((f"{type(one).__name__}.", getattr(one, "__dict__", {})))
     for prefix, own in owners:
         for name, one in [*own.items()]:
-            texts = isinstance(one, dict) and all(type(key) is str for key in one)
-            whole = texts and len(one) > 7 and all(type(x) is int for x in one.values())
-            if whole and len({*one.values()}) == len(one):
+            if isinstance(one, dict) and len(one) > 7 and numbered(one):
                 rows = sorted((crc32(key.encode()), x) for key, x in one.items())
-                found[prefix + name] = dict(rows[:64])
-    return found
+                few, label = dict(rows[:64]), prefix + name
+                if found.setdefault(label, few) != few:
+                    again.add(label)
+    return {label: few for label, few in found.items() if label not in again}
+
+
+def numbered(table: dict) -> bool:
+    """Return whether a table gives strings different, small numbers."""
+    numbers = {*table.values()}
+    whole = all(type(x) is int for x in numbers) and len(numbers) == len(table)
+    dense = whole and min(numbers) >= 0 and max(numbers) < 2 * len(table)
+    return dense and all(type(key) is str for key in table)
 
 
 def fitted(every: list) -> dict[str, list[float]]:
@@ -95,11 +106,13 @@ def fitted(every: list) -> dict[str, list[float]]:
     found, again = {}, set()
     kinds = {one for one in {*map(type, every)} if is_users(one)}
     for one in every:
-        kind = type(one)
-        if kind in kinds or str(kind.__module__).startswith("sklearn."):
+        kind, own = type(one), type(one) in kinds
+        if METER.search(kind.__name__):
+            continue
+        if own or str(kind.__module__).startswith("sklearn."):
             for name, value in [*getattr(one, "__dict__", {}).items()]:
                 label = f"{kind.__name__}.{name}"
-                fits = name.endswith("_") or (kind in kinds and LEARNED.search(name))
+                fits = name.endswith("_") or (own and LEARNED.search(name))
                 if fits and name[0] != "_" and (few := few_of(value)):
                     again |= {label} & found.keys()
                     found[label] = few
