@@ -123,8 +123,8 @@ def label_of(name: str, found: dict) -> str:
 
 def few_of(tensor):
     """Return seven numbers of a tensor and, if it is small, its sum: (8,) float64."""
-    few = picked(tensor, 7)
-    rest = tensor.detach().sum().double() if tensor.numel() <= LARGE else few[0]
+    few, small = picked(tensor, 7), tensor.numel() <= LARGE
+    rest = tensor.detach().sum(dtype=few.dtype) if small else few[0]
     return torch.cat([few, rest[None]])
 
 

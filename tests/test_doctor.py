@@ -38,7 +38,6 @@ TOGETHER = {
         "no zero_grad",
         "a log that every process writes",
         "a table of classes that each process numbers in another order",
-        "numbers that Python gives to strings",
         "a metric that compares predictions with other samples' labels",
     ],
     "amp": [

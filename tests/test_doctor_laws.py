@@ -224,6 +224,8 @@ def test_settings_are_compared_by_name():
     first = rank("0", "int64", "float32")
     assert not named(report(first, rank("0", "float32")))
     assert named(report(first, rank("1", "float32"))) == {"settings_differ"}
+    lost = measured([{"loss of a": inf}] * 9)
+    assert named(report(lost, lost)) == {"loss_is_not_finite"}
 
 
 def test_a_forked_process_does_not_free_a_tensor_which_is_an_error_in_cuda(monkeypatch):

@@ -102,10 +102,10 @@ def fit(row: list[Update]) -> Fit | None:
     if not (solved := alike([target, guess], 0.03)):
         shares = [factor / len(row)] * len(vectors)
         guess = [factor * x for x in mean]
-    ratios = {}
+    ratios, totals = {}, sums(row)
     for number, name in enumerate(row[0].names):
         before, after = row[0].part(guess, number), row[0].part(target, number)
-        each = [row[0].part(x, number) for x in sums(row)]
+        each = [row[0].part(x, number) for x in totals]
         if any(before) and not alike(each):  # or else, it may be the mean already
             ratio = multiple(before, after)
             fits = alike([[ratio * x for x in before], after], 0.1)

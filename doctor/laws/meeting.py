@@ -132,7 +132,8 @@ def trained() -> list:
 
 def given(values: list) -> list[str]:
     """Return the names of weights that are arguments of a collective."""
-    own = {one.data_ptr() for one in values if isinstance(one, torch.Tensor)}
+    own = [one for one in values if type(one) is torch.Tensor and not one.is_sparse]
+    own = {one.data_ptr() for one in own}
     return [Moments.here.name(one) for one in trained() if one.data_ptr() in own]
 
 

@@ -1,8 +1,9 @@
-"""Laws 4 and 6: learning rates are equal and fit the training."""
+"""Laws 4 and 6: learning rates are equal and fit the training; losses are finite."""
 
 import weakref
 from contextlib import suppress
 from itertools import pairwise
+from math import isfinite, isnan
 
 from ..event import Event, Exit
 from ..law import RISK, WRONG, Breach, check, need, several
@@ -13,7 +14,9 @@ from ..watcher import Watcher
 from .alive import LAW as LEARNS
 from .meeting import one_network
 from .passes import Update
+from .ranks import Measured
 from .replicas import LAW, alike, weights_drift
+from .states import State
 
 RESUMED = "load_state_dict() restores the old length. Repeat the steps taken instead."
 
@@ -58,9 +61,13 @@ class Schedules(Watcher):
 
     def on_end(self) -> None:
         # A script that resumes makes its scheduler again in the same line
-        latest = {where: (known, made) for known, where, made in self.made}
-        for where, (known, made) in latest.items():
-            if (one := known()) is not None:
+        latest = {}
+        for known, where, made in self.made:
+            one = known()
+            if one is None or one.last_epoch > 0 or where not in latest:
+                latest[where] = one, made
+        for where, (one, made) in latest.items():
+            if one is not None:
                 own = {"type": type(one).__name__, "planned": length(one), "made": made}
                 taken = int(getattr(one, "last_epoch", 0))
                 recorder.write(Schedule(taken=taken, place=where, **own))
@@ -139,3 +146,32 @@ def schedule(job):
         elif any(abs(ratio / x - 1) < 0.15 for x in (size, 1 / size)):
             what += "; the factor is the world size"
         yield Breach(what, one.place, mend=mend)
+
+
+@check(LEARNS, WRONG)
+def loss_is_not_finite(job):
+    """A loss becomes infinite or NaN, or weights do.
+
+    Check this step for an empty batch, a wrong label, a logarithm of 0 or a division
+    by 0. If the loss grew in the preceding steps, lower the learning rate.
+    """
+    series, found = {}, []
+    for one in job.of(Measured):
+        for name in one.values:
+            if name.startswith("loss of "):
+                series.setdefault((one.rank, name), []).append(one)
+    kept = [x for x in job.of(State) if x.what == "weights"]
+    own = [x for x in kept if x.step == 0], [x for x in kept if x.moment == "end"]
+    lost = [any(isnan(y) for x in rows for y in x.values) for rows in own]
+    spoilt = lost == [False, True]
+    for (rank, name), rows in series.items():
+        bad = [one for one in rows if not isfinite(one.values[name])]
+        if bad and (spoilt or (len(bad) > 2 and bad == rows[-len(bad) :])):
+            found.append((bad[0].step, name, rank, bad[0].values[name]))
+    if found:
+        step, name, rank, value = min(found)
+        what = f"the loss is {value} in step {step + 1} on rank {rank}, and "
+        what += "weights are nan at the end" if spoilt else "in all later steps"
+        yield Breach(what, name.removeprefix("loss of "))
+    elif spoilt:
+        yield Breach("weights are nan at the end of the job")

@@ -1,8 +1,6 @@
 """Law 2: ranks are exchangeable. Compares the ranks' settings."""
 
-import functools
 import gc
-import linecache
 import re
 import sys
 from collections import Counter
@@ -14,10 +12,9 @@ from ..event import Event
 from ..law import RISK, Breach, check, need
 from ..moments import Step
 from ..objects import BLOCKS, is_users
-from ..record import LIBRARY, builtins, not_the_users, place, quiet, recorder, torch
+from ..record import recorder, torch
 from ..sample import digest
 from ..watcher import Watcher
-from .carried import METER
 from .ranks import LAW, Facts
 from .replicas import alike
 from .samples import datasets_differ, undivided
@@ -25,51 +22,20 @@ from .samples import datasets_differ, undivided
 LEARNED = re.compile("(?:^|_)(?:mean|std|var|median|mu|sigma|scale)s?(?:_|$)", re.I)
 
 
-class Fitted(Event, limit=1):
+class Fitted(Event, limit=2):
     """What objects have learned from data, such as StandardScaler.mean_."""
 
     values: dict[str, list[float]]  # a few numbers, by class and attribute
     tables: dict[str, dict[int, int]] = field(default_factory=dict)  # see tables_in()
 
 
-class Hashed(Event, limit=300):
-    """The script turns a string into a number: hash(string) % number."""
-
-    key: int  # a hash of the string, the same in all processes
-    number: int
-    place: str
-
-
 class Settings(Watcher):
-    """Records what the script's objects have learned, and hashes of strings."""
-
-    def hooks(self) -> None:
-        python, seen = sys.modules["builtins"], set()
-        call = python.hash
-        builtins.append((python, "hash", call))  # see compiles()
-        outside = (*not_the_users(), LIBRARY)
-
-        @functools.wraps(call)
-        def hash(value, /):
-            number = call(value)
-            if type(value) is str and len(seen) < Hashed.limit and value not in seen:
-                frame = sys._getframe(1)
-                if not frame.f_code.co_filename.startswith(outside):
-                    seen.add(value)
-                    quiet(self.hashed)(value, number, frame)
-            return number
-
-        python.hash = hash
-
-    def hashed(self, value: str, number: int, frame) -> None:
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        if re.search(r"\bhash\(.*\)\s*[%&]", line):
-            recorder.write(Hashed(key=digest(value), number=number, place=place(frame)))
+    """Records what the script's and scikit-learn's objects have learned."""
 
     def on_input(self, network, inputs) -> None:
-        if not torch.is_grad_enabled() or recorder.full(Fitted):
-            return
-        if sys.getallocatedblocks() < BLOCKS:
+        if recorder.step != recorder.written[Fitted] or recorder.full(Fitted):
+            return  # once before each of the first two steps
+        if torch.is_grad_enabled() and sys.getallocatedblocks() < BLOCKS:
             every = gc.get_objects()
             recorder.write(Fitted(values=fitted(every), tables=tables_in(every)))
 
@@ -107,8 +73,6 @@ def fitted(every: list) -> dict[str, list[float]]:
     kinds = {one for one in {*map(type, every)} if is_users(one)}
     for one in every:
         kind, own = type(one), type(one) in kinds
-        if METER.search(kind.__name__):
-            continue
         if own or str(kind.__module__).startswith("sklearn."):
             for name, value in [*getattr(one, "__dict__", {}).items()]:
                 label = f"{kind.__name__}.{name}"
@@ -126,7 +90,7 @@ def few_of(value) -> list[float]:
     if isinstance(value, dict):
         return [x for one in [*value.values()][:8] for x in few_of(one)]
     if isinstance(value, torch.Tensor):
-        value = value.detach().cpu().numpy() if value.numel() < 9 else None
+        value = value.detach().double().cpu().numpy() if value.numel() < 9 else None
     value = value.to_numpy() if hasattr(value, "to_numpy") else value
     if type(value).__name__ != "ndarray":
         return []
@@ -185,6 +149,16 @@ def facts(job) -> Iterator[tuple[str, list, int, str]]:
                     yield name, [one and one[0] for one in rows], step, where
 
 
+def lasting(job, field: str) -> list[dict]:
+    """Return each rank's values (or tables) that the first steps have not changed."""
+    found = []
+    for process in job.processes:
+        first, *later = [getattr(one, field) for one in process.of(Fitted)] or [{}]
+        same = {k for k, x in first.items() if all(y.get(k) == x for y in later)}
+        found.append({name: x for name, x in first.items() if name in same})
+    return found
+
+
 @check(LAW, RISK, needs=[Fitted], causes=[datasets_differ], read="lesson 4")
 def fits_differ(job):
     """The ranks have fitted their preprocessing to different data.
@@ -192,7 +166,7 @@ def fits_differ(job):
     Fit on all training samples, or fit on rank 0 and broadcast what it has learned.
     Not a mistake if: each rank is meant to have a preprocessing of its own.
     """
-    rows = [one.values for process in job.processes for one in process.of(Fitted)]
+    rows = lasting(job, "values")
     shared = set.intersection(*map(set, rows))
     found = [x for x in sorted(shared) if not alike([row[x] for row in rows], 1e-6)]
     for name in found[:1]:
@@ -210,7 +184,7 @@ def tables_differ(job):
     Build the table from all samples in sorted order, or broadcast it from rank 0.
     Not a mistake if: the numbers do not reach the network.
     """
-    rows = [one.tables for process in job.processes for one in process.of(Fitted)]
+    rows = lasting(job, "tables")
     for name, first in rows[0].items():
         for rank, other in enumerate(rows):
             both = first.keys() & other.get(name, {}).keys()
@@ -219,21 +193,3 @@ def tables_differ(job):
                 what = f"{name} gives {differ} of {len(both)} strings other numbers on "
                 yield Breach(f"{what}rank {rank} than on rank 0", job.of(Step)[0].place)
                 return
-
-
-@check(LAW, RISK, effects=[datasets_differ], read="lesson 4")
-def hashes_differ(job):
-    """hash() turns the same string into another number on each rank.
-
-    Use zlib.crc32(string.encode()): Python changes hash() of strings in each process.
-    Not a mistake if: the numbers do not reach the network or the order of samples.
-    """
-    known = {}
-    for process in job.processes:
-        for one in process.of(Hashed, loaders=True):
-            numbers = known.setdefault((one.place, one.key), {})
-            numbers.setdefault(process.rank, one.number)
-    rows = [(line, {*x.values()}) for (line, _), x in known.items() if len(x) > 1]
-    if differ := [line for line, numbers in rows if len(numbers) > 1]:
-        what = f"hash() of {len(differ)} of {len(rows)} strings differs between ranks"
-        yield Breach(what, differ[0])
