@@ -330,7 +330,9 @@ def test_weights_that_never_live_are_named():
         assert law(judged(*map(add, parts, head)), 6) == "held"
     flat = weights("flat", network="")  # it may contain the network's weights
     lost = weights("a.weight", optimizer=None, moves=False)
-    assert not judged(*map(add, lost, flat)).findings
+    found = [judged(*map(add, lost, flat))]
+    found += [judged(*map(add, lost, map(add, flat, weights("b", optimizer=None))))]
+    assert [[*named(one)] for one in found] == [["not_in_an_optimizer"], []]
     for moves in (False, True):  # another object updates the network
         lost = weights("weight of Linear", optimizer=None, moves=moves)
         found = named(judged(*map(add, lost, head)))
@@ -471,7 +473,6 @@ def test_what_a_loss_is_divided_by():
 
 
 def test_what_a_loss_receives(monkeypatch):
-    """Not what a validation has received; what a function returns was not put back."""
     net, watcher = torch.nn.Linear(1, 1), Losses()
     with torch.no_grad():
         watcher.on_input(net.eval(), [])
@@ -633,6 +634,8 @@ def test_which_weights_are_compared(monkeypatch):
     assert [*Replicas().held()] == ["bias", "weight"]
     other = torch.zeros(600)  # of a code book, most entries may be unused
     assert [*summed({"a": other.index_fill(0, torch.tensor(1), 5)})["a"]][6:] == [0, 5]
+    spoilt = 2 * [states([1.0], [math.nan], moment="end")]
+    assert named(judged(*spoilt)) == {"loss_is_not_finite": "WRONG"}
     for other, wanted in ((1, "weights_drift"), (2, "weights_differ")):
         first = states([1], moment="start"), states([other], moment="start")
         found = judged(first[0] + states([1]), first[1] + states([2]))
@@ -939,20 +942,17 @@ def test_a_scheduler_that_is_made_again_in_the_same_line(monkeypatch):
 
 
 def test_what_each_rank_learns_from_its_own_data():
-    """Statistics have usual names; a table may number other words, or the same ones otherwise."""
-
     class Scaler:
         pass
 
     one, words = Scaler(), [f"word {n}" for n in range(99)]
     one.mean_, one.names_, one.norm = numpy.array([1.0, 2.0]), numpy.array(["a"]), 3.0
     one.obs_std, one.ids = torch.tensor([0.5]), {x: n for n, x in enumerate(words)}
+    one.lists = {x: [n] for n, x in enumerate(words)}  # has no hash
     found, tables = fitted([one]), tables_in([one])
     assert found["Scaler.mean_"] == [1, 2] and found["Scaler.obs_std"] == [0.5]
-    assert (
-        fitted([one]) == found and "Scaler.norm" not in found
-    )  # also what is no number
-    assert len(tables["Scaler.ids"]) == 64
+    assert fitted([one]) == found  # also what is no number
+    assert "Scaler.norm" not in found and [len(x) for x in tables.values()] == [64]
     other = Scaler()  # which of the two would be compared?
     other.mean_ = one.mean_
     assert "Scaler.mean_" not in fitted([one, other])

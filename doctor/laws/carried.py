@@ -166,7 +166,7 @@ def not_carried_on(job):
                 if same and restored and continues(saves[same[-1]], one):
                     saves = saves[: same[-1] + 1]
                     when = f"after the resume from {base(one.path)}"
-                    for text, mend in lost(saves[-1], one, others(job, one)):
+                    for text, mend in lost(saves[-1], one, restored_rows(job, one)):
                         yield Breach(f"{when}, {text}", one.place, mend=mend)
                     for what in reset(saves, events, one):
                         yield Breach(f"{when}, {what}", one.place)
@@ -202,7 +202,7 @@ def continues(saved: Kept, now: Kept) -> bool:
     return False
 
 
-def others(job, now: Kept) -> set[tuple]:
+def restored_rows(job, now: Kept) -> set[tuple]:
     """Return the numbers in the weights of all networks that ranks have restored."""
     same = [x for x in job.of(Kept) if (x.moment, x.mark) == (now.moment, now.mark)]
     rows = [own for x in same for nets in x.networks.values() for own in nets]
@@ -212,7 +212,7 @@ def others(job, now: Kept) -> set[tuple]:
 def lost(saved: Kept, now: Kept, there: set[tuple]) -> Iterator[tuple[str, str]]:
     """Yield (text, advice) for each class of networks with other weights than saved.
 
-    A network may be a copy of another one, which has been restored (see others()).
+    A network may be a copy of another one that a rank has restored (`there`).
     """
     for kind, networks in saved.networks.items():
         for own in networks:

@@ -64,7 +64,8 @@ class Schedules(Watcher):
         latest = {}
         for known, where, made in self.made:
             one = known()
-            if one is None or one.last_epoch > 0 or where not in latest:
+            taken = getattr(one, "last_epoch", 0)
+            if one is None or taken > 0 or where not in latest:
                 latest[where] = one, made
         for where, (one, made) in latest.items():
             if one is not None:

@@ -53,10 +53,11 @@ class Pairs(Watcher):
             self.own.append((scores, [x.reshape(-1).double() for x in targets]))
 
     def on_metric(self, name, args, kwargs, result) -> None:
+        if not self.own or recorder.full(Paired):
+            return
         truth, guesses = both_of(args, kwargs)
         fits = truth.dim() == 1 and truth.shape == guesses.shape
-        fits = fits and 30 < len(truth) < LABELS
-        if not (self.own and fits) or recorder.full(Paired):
+        if not (fits and 30 < len(truth) < LABELS):
             return
         outputs = torch.cat([x for x, _ in self.own])
         rows = zip(*(x for _, x in self.own), strict=False)

@@ -37,22 +37,30 @@ class Settings(Watcher):
             return  # once before each of the first two steps
         if torch.is_grad_enabled() and sys.getallocatedblocks() < BLOCKS:
             every = gc.get_objects()
-            recorder.write(Fitted(values=fitted(every), tables=tables_in(every)))
+            kinds = {
+                one for one in {*map(type, every)} if is_users(one) or sklearns(one)
+            }
+            own = [one for one in every if type(one) in kinds]
+            recorder.write(Fitted(values=fitted(own), tables=tables_in(own)))
 
 
-def tables_in(every: list) -> dict[str, dict[int, int]]:
+def sklearns(kind: type) -> bool:
+    """Return whether scikit-learn defines a class."""
+    return str(kind.__module__).startswith("sklearn.")
+
+
+def tables_in(objects: list) -> dict[str, dict[int, int]]:
     """Return tables that number strings, such as a vocabulary, by their names.
 
     Of each, these are up to 64 entries: hashes of strings, and the numbers.
     """
     owners, found, again = [("", vars(sys.modules["__main__"]))], {}, set()
-    kinds = {one for one in {*map(type, every)} if is_users(one)}
-    for one in (x for x in every if type(x) in kinds):
+    for one in objects:
         owners.append((f"{type(one).__name__}.", getattr(one, "__dict__", {})))
     for prefix, own in owners:
         for name, one in [*own.items()]:
             if isinstance(one, dict) and len(one) > 7 and numbered(one):
-                rows = sorted((crc32(key.encode()), x) for key, x in one.items())
+                rows = sorted((crc32(repr(key).encode()), x) for key, x in one.items())
                 few, label = dict(rows[:64]), prefix + name
                 if found.setdefault(label, few) != few:
                     again.add(label)
@@ -61,25 +69,24 @@ def tables_in(every: list) -> dict[str, dict[int, int]]:
 
 def numbered(table: dict) -> bool:
     """Return whether a table gives strings different, small numbers."""
+    if not all(type(key) is str and type(x) is int for key, x in table.items()):
+        return False
     numbers = {*table.values()}
-    whole = all(type(x) is int for x in numbers) and len(numbers) == len(table)
-    dense = whole and min(numbers) >= 0 and max(numbers) < 2 * len(table)
-    return dense and all(type(key) is str for key in table)
+    dense = min(numbers) >= 0 and max(numbers) < 2 * len(table)
+    return dense and len(numbers) == len(table)
 
 
-def fitted(every: list) -> dict[str, list[float]]:
+def fitted(objects: list) -> dict[str, list[float]]:
     """Return Fitted.values, by scikit-learn's or by usual names of statistics."""
     found, again = {}, set()
-    kinds = {one for one in {*map(type, every)} if is_users(one)}
-    for one in every:
-        kind, own = type(one), type(one) in kinds
-        if own or str(kind.__module__).startswith("sklearn."):
-            for name, value in [*getattr(one, "__dict__", {}).items()]:
-                label = f"{kind.__name__}.{name}"
-                fits = name.endswith("_") or (own and LEARNED.search(name))
-                if fits and name[0] != "_" and (few := few_of(value)):
-                    again |= {label} & found.keys()
-                    found[label] = few
+    for one in objects:
+        kind = type(one)
+        for name, value in [*getattr(one, "__dict__", {}).items()]:
+            label = f"{kind.__name__}.{name}"
+            fits = name.endswith("_") or (LEARNED.search(name) and not sklearns(kind))
+            if fits and name[0] != "_" and (few := few_of(value)):
+                again |= {label} & found.keys()
+                found[label] = few
     return {name: few for name, few in found.items() if name not in again}
 
 
@@ -149,11 +156,11 @@ def facts(job) -> Iterator[tuple[str, list, int, str]]:
                     yield name, [one and one[0] for one in rows], step, where
 
 
-def lasting(job, field: str) -> list[dict]:
+def lasting(job, what: str) -> list[dict]:
     """Return each rank's values (or tables) that the first steps have not changed."""
     found = []
     for process in job.processes:
-        first, *later = [getattr(one, field) for one in process.of(Fitted)] or [{}]
+        first, *later = [getattr(one, what) for one in process.of(Fitted)] or [{}]
         same = {k for k, x in first.items() if all(y.get(k) == x for y in later)}
         found.append({name: x for name, x in first.items() if name in same})
     return found
