@@ -27,7 +27,7 @@ LAUNCHERS = {
     "horovod_distributed": "horovodrun",
 }
 # Mirrored digits would be wrong. --lr is for 256 images, so the rate for 64 is 0.05
-EPOCHS = 8
+EPOCHS = 4
 RECIPE = (
     "--image-size 64 --global-batch-size 64 --lr 0.2 --warmup-epochs 1 "
     f"--schedule cosine --min-crop 0.5 --no-flip --epochs {EPOCHS}"

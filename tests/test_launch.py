@@ -234,13 +234,13 @@ def test_the_quickstart_resumes_each_run_and_shows_how_long_the_rest_takes(
         output = tmp_path / commands[-1][0]
         assert command[command.index("--output") + 1] == str(output)
         output.mkdir(exist_ok=True)
-        lines = [json.dumps({**record, "epoch": epoch}) + "\n" for epoch in range(8)]
+        lines = [json.dumps({**record, "epoch": epoch}) + "\n" for epoch in range(4)]
         (output / "epochs.jsonl").write_text("".join(lines))
         return SimpleNamespace(returncode=3 * (output.name == "horovod_distributed"))
 
     half = tmp_path / "multiprocessing_distributed"
     half.mkdir()
-    (half / "epochs.jsonl").write_text("{}\n" * 6)  # an interrupted run
+    (half / "epochs.jsonl").write_text("{}\n" * 3)  # an interrupted run
     monkeypatch.setattr(quickstart.subprocess, "run", train)
     monkeypatch.setattr(quickstart.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(quickstart, "find_spec", lambda name: name == "horovod")
@@ -255,7 +255,7 @@ def test_the_quickstart_resumes_each_run_and_shows_how_long_the_rest_takes(
     assert commands == [(*pair, "--resume") for pair in processes.items()]
     printed = capsys.readouterr().out
     assert re.findall(r"^== run (.*)", printed, re.M) == [
-        "1 of 5: dataparallel",  # then 8 + 2 + 8 epochs are left, after 8 in 2 minutes
+        "1 of 5: dataparallel",  # then 4 + 1 + 4 epochs are left, after 4 in 2 minutes
         "2 of 5: distributed (about 4.5 minutes left)",
         "3 of 5: multiprocessing_distributed (about 2.5 minutes left)",
         "4 of 5: apex_distributed",
