@@ -178,3 +178,15 @@ def waiting(process: Process) -> Waits | None:
         events += long[-1:]
     one = events[-1] if events else None
     return one if isinstance(one, Waits) and one.what else None
+
+
+def ended(job: Job) -> list[Process]:
+    """Return the processes that ended normally."""
+    return [one for one in job.processes if one.of(Exit) and not one.of(Failed)]
+
+
+def stuck(job: Job) -> bool:
+    """Return whether all processes were waiting when doctor or Ctrl-C ended them."""
+    waits = [waiting(process) for process in job.processes]
+    waits = all(one and one.seconds > 20 for one in waits) and job.world_size > 1
+    return job.hung or (job.interrupted and waits)

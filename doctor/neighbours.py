@@ -109,6 +109,16 @@ def inputs(job: Job) -> list[list[Input]]:
     return ranks
 
 
+def takes_parts(job: Job) -> bool:
+    """Return whether a rank's inputs are parts of its batches, and no other rank's."""
+    own = job.processes[0].trained
+    size = max((len(one.indices or one.rows or ()) for one in own), default=0)
+    lists = inputs(job) if job.of(Input) else []
+    rows = [[one.rows for one in row] for row in zip(*lists, strict=False)]
+    parts = [row for row in rows if len({*chain(*row)}) == sum(map(len, row)) <= size]
+    return len(parts) > 0.9 * len(rows)
+
+
 def contents(job: Job) -> list[list[array]]:
     """Return what identifies the samples in each rank's steps.
 

@@ -23,7 +23,7 @@ from doctor.event import Exit, Failed, Waits
 from doctor.job import Job, Process, read
 from doctor.law import examine
 from doctor.laws.losses import Term
-from doctor.laws.meeting import MENDS, Call, given, gradient, hangs
+from doctor.laws.meeting import MENDS, Call, given, hangs, owner
 from doctor.laws.passes import Update
 from doctor.laws.places import Places
 from doctor.laws.printed import OTHER
@@ -40,7 +40,7 @@ from doctor.objects import count_of, indices, variables
 from doctor.reads import Feed
 from doctor.results import Measured as Result
 from doctor.results import Printed, Results, Scored
-from doctor.sample import hashes, positions
+from doctor.sample import hashes, positions, rows_of
 from doctor.signature import _array, different
 from doctor.watcher import watch
 
@@ -88,6 +88,7 @@ def test_hashes_do_not_read_one_column():
     masks = torch.rand(64, 16).argsort(1) < 8
     assert len({*hashes(masks)}) == len({*map(tuple, masks.tolist())})
     assert len({one % 28 for one in positions(784, 64)}) > 20
+    assert len(rows_of([torch.ones(4, 2), torch.ones(8, 8).bool()])) == 4
 
 
 def test_how_samples_are_counted():
@@ -337,6 +338,18 @@ def test_integers_that_name_a_streams_samples(names):
     for one in each(Feed, ranks):
         one.sampler = {"num_repeats": 2}  # as for repeated augmentation
     assert not named(report(*ranks, steps=0))
+
+
+@pytest.mark.parametrize("part", [2, 4, 8])
+def test_ranks_that_take_parts_of_the_same_batches(part):
+    """Micro-batches are parts, too, but they are the same ones on all ranks."""
+    ranks = [fed([*range(64)]) for _ in range(2)]
+    for rank, own in enumerate(ranks):
+        first = 4 * rank * (part == 4)
+        rows = [range(8 * n + first, 8 * n + first + part) for n in range(8)]
+        own += [event(Input, n, rows=array("q", x)) for n, x in enumerate(rows)]
+    found = report(*ranks, steps=0)
+    assert law(found, 1) == ("not judged" if part == 4 else "broken")
 
 
 def test_persistent_workers_keep_the_epoch():
@@ -646,8 +659,8 @@ def test_gradients_are_no_sums(monkeypatch):
     weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(3)]
     weights[0].grad, weights[1].grad = torch.ones(3), torch.ones(3).to_sparse()
     known(monkeypatch, *weights)
-    assert gradient(weights[0].grad.view(3)) and not gradient(torch.ones(3))
-    assert not gradient(weights[1].grad)
+    assert owner(weights[0].grad.view(3)) and not owner(torch.ones(3))
+    assert not owner(weights[1].grad)
     assert given([weights[2].detach(), 3]) == ["weight 3 of shape (3,)"]
     assert given([weights[2].detach().clone()]) == []
 
@@ -799,6 +812,15 @@ def test_a_loop_over_names_has_one_order_on_all_ranks(other):
     for n, one in enumerate(each(Call, ranks)):
         one.passes = n % 3
     assert not named(report(*ranks))
+
+
+@pytest.mark.parametrize("names", ["abab", "baab", "aaaa", "cbab"])
+def test_one_call_sums_the_gradient_of_one_weight(names):
+    found = report(calls("abab", "weight"), calls(names, "weight"))
+    assert named(found) == ({"collectives_differ"} if names == "baab" else set())
+    for one in found.findings:
+        assert "call 1 sums the gradient of a on rank 0, b on rank 1" in one.what
+        assert one.mend.startswith("Sum zeros")
 
 
 def test_the_indices_and_strings_around_a_call():

@@ -35,8 +35,6 @@ class Weight(Event, limit=10**6):  # enough for all weights, several times
     alive: int  # number of these steps in which its gradient was not zero
     reached: bool  # a backward pass has reached the weight
     moves: bool  # the weight has changed, or its sampled gradients were all zero
-    half: bool  # it has 16 bits, a learning rate above 0, and no copy of more bits
-    changes: list[bool] = ()  # if `half`: which sampled elements with gradients changed
     first: int  # the step in which its module first ran, or -1
     cut: bool  # its module's results need no gradient
     returned: bool  # the outer module returns its module's results
@@ -50,8 +48,6 @@ class Alive(Watcher):
         self.alive, self.steps = Counter(), Counter()
         self.begins, self.optimizers = {}, {}  # first steps
         self.reached, self.begun, self.moved = set(), {}, set()
-        self.copied = set()  # weights with a state of more bits, such as an fp32 copy
-        self.rated = set()  # 16-bit weights whose learning rate was above 0
         self.nonzero = set()  # weights with nonzero sampled gradients
 
     def on_gradient(self, weight, gradient) -> None:
@@ -60,9 +56,6 @@ class Alive(Watcher):
     def on_step(self, optimizer, whole, gradients) -> None:
         if not recorder.watching:
             return
-        for group in optimizer.param_groups:
-            if group.get("lr", 1):
-                self.rated |= {id(x) for x in group["params"] if x.element_size() < 4}
         sampled = {id(x) for x, row in zip(whole, gradients, strict=True) if any(row)}
         own = weights(optimizer)
         first = self.begins.setdefault(id(optimizer), recorder.step)
@@ -70,12 +63,6 @@ class Alive(Watcher):
         self.steps.update(map(id, own))
         self.alive.update(sampled)
         self.nonzero |= sampled
-        for weight in (x for x in own if x.element_size() < 4):
-            # The step is no copy of a scalar weight
-            state = (optimizer.state.get(weight, {}) | {"step": None}).values()
-            same = [x for x in state if getattr(x, "shape", None) == weight.shape]
-            if any(x.element_size() > weight.element_size() for x in same):
-                self.copied.add(id(weight))
         # Few rows of an embedding get gradients
         unclear = [x for x in own if not self.alive[id(x)] and x.grad is not None]
         self.alive.update(map(id, compress(unclear, lives(unclear))))
@@ -121,12 +108,7 @@ class Alive(Watcher):
         names = {id(weight): (name, ran) for name, weight, ran in loose}
         found |= {id(weight): weight for _, weight, _ in loose}
         self.reached |= {id(one) for _, one, _ in loose if one.grad is not None}
-        half = self.rated - self.copied
-        own = [local(one) for one in found.values()]
-        own += [local(x.grad) if key in half else None for key, x in found.items()]
-        rows = numbers(own)
-        used = dict(zip(found, rows[len(found) :], strict=True))
-        now = dict(zip(found, rows, strict=False))
+        now = dict(zip(found, numbers([*map(local, found.values())]), strict=True))
         self.moved = {key for key in now if now[key] != self.begun.get(key, now[key])}
         for key, weight in found.items():
             name, ran = names.get(key, (Moments.here.name(weight), None))
@@ -137,7 +119,6 @@ class Alive(Watcher):
                 network, training = f"{type(root).__name__} {id(root)}", root.training
             ran = ran or Ran(None, -1, "")
             unsampled = key in self.steps and key not in self.nonzero
-            pairs = zip(used[key], self.begun.get(key, ()), now[key], strict=False)
             event = Weight(
                 name=name,
                 module=module,
@@ -150,8 +131,6 @@ class Alive(Watcher):
                 alive=self.alive[key],
                 reached=key in self.reached,
                 moves=key in self.moved or unsampled,
-                half=key in half,
-                changes=[old != new for gradient, old, new in pairs if gradient],
                 first=ran.first,
                 cut=ran.cut,
                 returned=ran.returned,
@@ -247,22 +226,8 @@ def dead_weights(job):
         yield Breach(what, cut[0], facts=dead)
     elif alive:
         still = [x for x in alive if not x.moves]
-        what, text = f"{len(still)} {count}", "get gradients, but do not change"
-        half = [x for x in alive if x.half and x.steps > 9]
-        moved = [change for x in half for change in x.changes]
-        few = len(moved) > 19 and sum(moved) < len(moved) / 4
-        if few:
-            what = f"{moved.count(False)} of {len(moved)} sampled elements of 16-bit "
-            what, still = f"{what}weights", half
-        if few or (still and all(x.half and x.alive > 9 for x in still)):
-            text = f"{text} in {steps} steps: {names(still)}"
-            own = [x for x in job.of(Step) if x.optimizer == still[0].optimizer]
-            rates = [x.rates[0] for x in own if x.watched]
-            rises = rates[-1] > 1.01 * rates[len(rates) // 2]
-            need(not rises, f"{what} {text}; the learning rate still rises")
-            yield Breach(f"{what} {text}", own[0].place, facts=still)
-            return
-        need(not still, f"{what} {text}: {names(still)}")
+        what = f"{len(still)} {count} get gradients, but do not change"
+        need(not still, f"{what}: {names(still)}")
         yield f"{len(alive)} {count} get gradients and change in {steps} steps"
         late_network(job)
 
@@ -285,16 +250,6 @@ def zero_gradients(job, breach):
         mend = "Call zero_grad() before backward(), or after step()."
         return Breach(what, cleared[0].lost[0], mend=mend)
     return Breach(breach.what)
-
-
-@explains(dead_weights)
-def rounded_away(job, breach):
-    """Updates of 16-bit weights are so small that they are rounded away.
-
-    Keep the weights in fp32, and use torch.autocast() instead of model.bfloat16().
-    Not a mistake if: the optimizer has fp32 copies of them, or rounds stochastically.
-    """
-    return breach if "do not change" in breach.what else None
 
 
 def lost(job) -> list[Weight]:

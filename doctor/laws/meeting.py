@@ -7,7 +7,7 @@ from dataclasses import field
 from itertools import compress, groupby, zip_longest
 
 from ..event import Event, Exit, Failed
-from ..job import waiting
+from ..job import ended, stuck, waiting
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, Law, check, need, several
 from ..loaders import Epoch
 from ..moments import Moments, Step, Wraps, whole
@@ -30,6 +30,7 @@ LOST = re.compile(
 )
 
 ORDER = "Use the same order on all ranks, such as sorted(names): a set has no order."
+ZEROS = "Sum zeros for weights without a gradient, instead of skipping them."
 LEAVES = "Leave the loop on all ranks together: all_reduce() the number that ends it."
 MENDS = {  # of waits; loader processes wait for their own copy of the training
     "connect_to_new_process": "Train under if __name__ == '__main__': loader processes "
@@ -52,6 +53,7 @@ class Call(Event, limit=3000):
     passes: int = 0  # number of calls of networks that have ended
     inside: list[str] = ()  # weights of the module whose forward() calls it
     gathers: list[str] = ()  # weights that it gathers
+    weight: str = ""  # the weight whose gradient it sums
 
 
 class Meeting(Watcher):
@@ -91,9 +93,10 @@ class Meeting(Watcher):
             if name in SUMS:
                 call.keys, counts = variables(sys._getframe())
                 call.counts = counts if one.numel() == 1 else {}
+                call.weight = owner(one)
             table = one.dim() == 2 or not one.is_floating_point()
             few = one.numel() <= (COUNTS if table else 64)
-            if few and type(one) is torch.Tensor and not gradient(one):
+            if few and type(one) is torch.Tensor and not owner(one):
                 call.value = float(one.detach().double().abs().sum())
         recorder.write(call)
 
@@ -137,28 +140,19 @@ def given(values: list) -> list[str]:
     return [Moments.here.name(one) for one in trained() if one.data_ptr() in own]
 
 
-def gradient(tensor) -> bool:
-    """Return whether a tensor is the gradient of a weight."""
-    found = [one.grad for one in trained() if one.grad is not None]
-    plain = [one for one in found if not (one.is_sparse or tensor.is_sparse)]
-    return any(one.data_ptr() == tensor.data_ptr() for one in plain)
+def owner(tensor) -> str:
+    """Return the name of the weight whose gradient a tensor is, or ""."""
+    for one in trained() if not tensor.is_sparse else ():
+        found = one.grad
+        if found is not None and not found.is_sparse:
+            if found.data_ptr() == tensor.data_ptr():
+                return Moments.here.name(one)
+    return ""
 
 
 def errors(job) -> list[Failed]:
     """Return the errors that ended processes, with errors caused by others last."""
     return sorted(job.of(Failed), key=lambda one: bool(LOST.search(one.text)))
-
-
-def ended(job) -> list:
-    """Return the processes that ended normally."""
-    return [one for one in job.processes if one.of(Exit) and not one.of(Failed)]
-
-
-def stuck(job) -> bool:
-    """Return whether all processes were waiting when doctor or Ctrl-C ended them."""
-    waits = [waiting(process) for process in job.processes]
-    waits = all(one and one.seconds > 20 for one in waits) and job.world_size > 1
-    return job.hung or (job.interrupted and waits)
 
 
 @check(LAW, RISK, general=True, needs=[Step], read="pitfall 12")
@@ -269,14 +263,22 @@ def collectives_differ(job):
             yield Breach(what, calls[0].place, mend=mend)
             return
     if found := mixed(rows):
-        yield Breach(*found, mend=ORDER)
+        what, line = found
+        yield Breach(what, line, mend=ZEROS if "gradient" in what else ORDER)
         return
     yield f"{len(rows[0]):,} collective{'s' * (len(rows[0]) > 1)} in the same order"
 
 
 def mixed(rows: list[list[Call]]) -> tuple[str, str] | None:
     """Return (message, line) if the ranks' calls in a loop differ in order, or None."""
-    found, columns = [], zip(*rows, strict=False)
+    found, columns = [], [*zip(*rows, strict=False)]
+    sets = [{(x.place, x.weight) for x in own} for own in rows]
+    for number, calls in enumerate(columns, 1):
+        names = [x.weight for x in calls]
+        if all(names) and len({*names}) > 1 and all(x == sets[0] for x in sets):
+            told = ", ".join(f"{x} on rank {n}" for n, x in enumerate(names[:4]))
+            what = f"collective call {number} sums the gradient of {told}"
+            return what, calls[0].place
     for _, run in groupby(columns, lambda x: (x[0].place, x[0].step, x[0].passes)):
         ranks = [*zip(*run, strict=True)]
         one = ranks[0][0]

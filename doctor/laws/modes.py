@@ -9,10 +9,8 @@ from ..moments import Moments, Step
 from ..objects import kind, trains
 from ..record import not_the_users, place, recorder, torch, wrap
 from ..watcher import Watcher
-from .alive import LAW, Alive, dead_weights, not_in_an_optimizer
+from .alive import LAW, Alive
 from .layers import Layers, networks
-
-LOST = dead_weights, not_in_an_optimizer
 
 
 class Mode(Event, limit=10**6):  # enough for all layers, several times
@@ -21,7 +19,6 @@ class Mode(Event, limit=10**6):  # enough for all layers, several times
     name: str
     kind: str  # batch norm or dropout
     lives: bool  # weights of the layer or the module around it get gradients
-    moves: bool  # these weights change
     ran: dict[str, list[int]]  # mode (train, eval, train without gradients) -> steps
     place: str
 
@@ -92,7 +89,7 @@ class Modes(Watcher):
 
     def on_summary(self) -> None:
         """Write an event for each layer."""
-        seen, alive, moved = set(), Alive.here.alive, Alive.here.moved
+        seen, alive = set(), Alive.here.alive
         ran = Layers.here.ran
         for modules in networks():
             for name, module in modules.items():
@@ -108,7 +105,6 @@ class Modes(Watcher):
                     name=name.removeprefix("module."),
                     kind=kind(module),
                     lives=any(alive[id(one)] for one in own),
-                    moves=any(id(one) in moved for one in own),
                     ran={mode: sorted(steps) for mode, steps in known.modes.items()},
                     place=known.place,
                 )
@@ -121,26 +117,7 @@ def layers(job) -> list[Mode]:
     return [one for one in own if one.step == own[-1].step]
 
 
-@check(LAW, RISK, needs=[Mode], causes=LOST, read="README")
-def frozen_in_train_mode(job):
-    """A frozen network runs in training mode.
-
-    Call eval() on it after each train() of its parent, which changes all submodules.
-    Not a mistake if: its dropout or batch norm layers are meant to work as in training.
-    """
-    frozen = [one for one in layers(job) if not (one.lives or one.moves)]
-    bare = "train without gradients"  # with gradients, dropout may be right (LoRA)
-    least = max(3, job.watched / 2)  # steps
-    for wanted, modes in (("batch norm", ("train", bare)), ("dropout", (bare,))):
-        own = [one for one in frozen if one.kind == wanted]
-        found = [x for x in own if any(len(x.ran.get(m, ())) >= least for m in modes)]
-        if found:
-            what = f"{len(found)} frozen {wanted} layers are in training mode"
-            what += f", such as {found[0].name}"
-            yield Breach(what, found[0].place)
-
-
-@check(LAW, RISK, causes=[frozen_in_train_mode], read="docs/found.md")
+@check(LAW, RISK, read="docs/found.md")
 def eval_mode(job):
     """A network trains in evaluation mode, or validates in training mode.
 

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from functools import cache
-from itertools import chain, pairwise
+from itertools import chain, pairwise, permutations
 from operator import ne
 from statistics import median
 
@@ -275,11 +275,15 @@ def tensors_drift(job):
         changes = [len({*map(tuple, own)}) for own in zip(*values, strict=True)]
         stale = min(changes) == 1 and len({*start[:7]}) > 3
         lasts = "()" not in name  # a function's variable may be a sum
+        middle = values[(agreed + len(values)) // 2]
+        each = [{n for n, x in enumerate(own) if x != start[n]} for own in middle]
+        parts = all(one - other for one, other in permutations(each, 2))
         gap = median(between(x, start) for x in values[agreed:])
         moved = [sum(map(ne, a[0], b[0])) for a, b in pairwise(values[agreed:])]
+        moves = median(moved) > len(start) / 2
         if count > 2 or (gap < 0.2 and len({*start[:7]}) > 3 and median(moved)):
             found.append((where, name))
-        elif lasts and (stale or (gap < 0.7 and median(moved) > len(start) / 2)):
+        elif lasts and (stale or parts or (gap < 0.7 and moves)):
             unsure.append(name)
     if found:
         names = listed(sorted(x[1] for x in found))

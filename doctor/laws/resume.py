@@ -5,7 +5,7 @@ from functools import partial
 from traceback import walk_stack
 
 from ..event import Event
-from ..law import NOTE, RISK, WRONG, Breach, check, need
+from ..law import NOTE, RISK, WRONG, Breach, Doubt, check, need
 from ..loaders import leaves
 from ..moments import Step
 from ..record import place, recorder, torch, wrap
@@ -162,7 +162,10 @@ def not_restored(job):
         steps = [x.time for x in job.of(Step) if x.rank == one.rank]
         # Otherwise, the file was only read, for example to count its tensors
         used = any(x.what == "weights" and x.time > one.time for x in restored)
-        if lost and used and any(time > one.time for time in steps):
+        later = max(steps, default=0) > one.time
+        if lost and used and later:
             what = f"nothing loads the {' and the '.join(lost)}'s state from the file"
             yield Breach(what, one.place)
             return
+        if used and later and job.processes[0].training is None:
+            raise Doubt("without a DataLoader, the samples after a resume are unknown")

@@ -11,7 +11,7 @@ from ..job import Job
 from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need, several
 from ..loaders import Batch, Epoch, Pass, inside
 from ..moments import Step
-from ..neighbours import other_targets
+from ..neighbours import other_targets, takes_parts
 from ..reads import MORE, Feed, Reads, broken, feeds, interleaved, loaded, looped
 from ..record import recorder, wrap
 from ..signature import different, other_contents, plain, signature
@@ -188,6 +188,8 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
             need(not equal, "several ranks have generators in equal states")
             others = loop and together and not one.ids and other_targets(job)
             need(not others, "equal inputs have different targets on each rank")
+            parts = together and one.feeds and takes_parts(job)
+            need(not parts, "each rank trains on its own part of the same batches")
             drawn = not together and one.random()
             need(not drawn, "each rank may draw its samples at random")
             need(not one.repeated(), "the sampler repeats samples within a batch")
