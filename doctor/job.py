@@ -190,3 +190,10 @@ def stuck(job: Job) -> bool:
     waits = [waiting(process) for process in job.processes]
     waits = all(one and one.seconds > 20 for one in waits) and job.world_size > 1
     return job.hung or (job.interrupted and waits)
+
+
+def behind(job: Job, without: Process, call: Event) -> bool:
+    """Return whether a rank is past the batch at which another rank made a call."""
+    own = next(one for one in job.processes if one.rank == call.rank)
+    read = sum(one.time < call.time for one in own.trained)
+    return 0 < read < len(without.trained)

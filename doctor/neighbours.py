@@ -113,10 +113,11 @@ def takes_parts(job: Job) -> bool:
     """Return whether a rank's inputs are parts of its batches, and no other rank's."""
     own = job.processes[0].trained
     size = max((len(one.indices or one.rows or ()) for one in own), default=0)
-    lists = inputs(job) if job.of(Input) else []
-    rows = [[one.rows for one in row] for row in zip(*lists, strict=False)]
-    parts = [row for row in rows if len({*chain(*row)}) == sum(map(len, row)) <= size]
-    return len(parts) > 0.9 * len(rows)
+    steps = {}
+    for one in job.of(Input):
+        steps.setdefault(one.step, []).extend(one.rows)
+    parts = [rows for rows in steps.values() if len({*rows}) == len(rows) <= size]
+    return len(parts) > 0.9 * len(steps)
 
 
 def contents(job: Job) -> list[list[array]]:

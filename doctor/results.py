@@ -182,7 +182,8 @@ class Results(Watcher):
         loads = current is not None and not current.ended
         if not inputs or loads or torch.is_grad_enabled() or recorder.full(Measured):
             return
-        rows = rows_of(inputs)
+        # An input of another length may be a mask, the same one in all batches
+        rows = rows_of([one for one in inputs if len(one) == len(inputs[0])])
         self.batch, empty = None, torch.empty(0)
         self.measure("seen", ("network", id(network)), empty, empty, guesses=rows)
 

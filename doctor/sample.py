@@ -83,12 +83,11 @@ def digest(*values) -> int:
 
 
 def rows_of(inputs: list) -> array:
-    """Return a hash of each entry of the largest input that is no mask.
+    """Return a hash of each entry of the largest input.
 
     Lists of integers with equal lengths, such as users and items, count as one input.
     """
-    bare = [one for one in inputs if one.dtype != torch.bool]
-    largest = max(bare or inputs, key=torch.Tensor.numel)
+    largest = max(inputs, key=torch.Tensor.numel)
     same = [x for x in inputs if len(x) == largest.numel() and x.dtype == largest.dtype]
     if len(same) > 1 and not largest.is_floating_point():
         return array("q", map(digest, *map(hashes, same)))

@@ -7,7 +7,7 @@ from dataclasses import field
 from itertools import compress, groupby, zip_longest
 
 from ..event import Event, Exit, Failed
-from ..job import ended, stuck, waiting
+from ..job import behind, ended, stuck, waiting
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, Law, check, need, several
 from ..loaders import Epoch
 from ..moments import Moments, Step, Wraps, whole
@@ -61,6 +61,7 @@ class Meeting(Watcher):
 
     def __init__(self):
         self.counts, self.passes = Counter(), 0
+        self.owners, self.moment = {}, None  # weights' names by their gradients
 
     def hooks(self) -> None:
         from torch.distributed.algorithms.join import Join
@@ -89,16 +90,30 @@ class Meeting(Watcher):
             call.inside = Layers.here.weights()
         if "gather" in name and recorder.watching and self.counts[where] < 99:
             call.gathers = given(values)
+        if tensors and name in SUMS and recorder.watching:
+            call.weight = self.owner(tensors[0])
         for one in tensors if recorder.watching and self.counts[where] < 99 else ():
             if name in SUMS:
                 call.keys, counts = variables(sys._getframe())
                 call.counts = counts if one.numel() == 1 else {}
-                call.weight = owner(one)
             table = one.dim() == 2 or not one.is_floating_point()
             few = one.numel() <= (COUNTS if table else 64)
-            if few and type(one) is torch.Tensor and not owner(one):
+            if few and type(one) is torch.Tensor and not self.owner(one):
                 call.value = float(one.detach().double().abs().sum())
         recorder.write(call)
+
+    def owner(self, tensor) -> str:
+        """Return the name of the weight whose gradient a tensor is, or ""."""
+        if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
+            return ""
+        now, key = (recorder.step, self.passes), tensor.data_ptr()
+        # A hook may sum gradients before the others exist
+        if now != self.moment or (key not in self.owners and tensor.numel() <= 64):
+            found = [(one.grad, one) for one in trained() if one.grad is not None]
+            found = [pair for pair in found if pair[0].layout == torch.strided]
+            self.owners = {x.data_ptr(): Moments.here.name(one) for x, one in found}
+            self.moment = now
+        return self.owners.get(key, "")
 
     def ending(self, call, context):
         recorder.write(Call(name="join", sent="", place=""))
@@ -138,16 +153,6 @@ def given(values: list) -> list[str]:
     own = [one for one in values if type(one) is torch.Tensor and not one.is_sparse]
     own = {one.data_ptr() for one in own}
     return [Moments.here.name(one) for one in trained() if one.data_ptr() in own]
-
-
-def owner(tensor) -> str:
-    """Return the name of the weight whose gradient a tensor is, or ""."""
-    for one in trained() if not tensor.is_sparse else ():
-        found = one.grad
-        if found is not None and not found.is_sparse:
-            if found.data_ptr() == tensor.data_ptr():
-                return Moments.here.name(one)
-    return ""
 
 
 def errors(job) -> list[Failed]:
@@ -263,22 +268,25 @@ def collectives_differ(job):
             yield Breach(what, calls[0].place, mend=mend)
             return
     if found := mixed(rows):
-        what, line = found
-        yield Breach(what, line, mend=ZEROS if "gradient" in what else ORDER)
+        what, line, mend = found
+        yield Breach(what, line, mend=mend)
         return
     yield f"{len(rows[0]):,} collective{'s' * (len(rows[0]) > 1)} in the same order"
 
 
-def mixed(rows: list[list[Call]]) -> tuple[str, str] | None:
-    """Return (message, line) if the ranks' calls in a loop differ in order, or None."""
+def mixed(rows: list[list[Call]]) -> tuple[str, str, str] | None:
+    """Return (message, line, advice) if the ranks' calls differ in order, or None."""
     found, columns = [], [*zip(*rows, strict=False)]
-    sets = [{(x.place, x.weight) for x in own} for own in rows]
+    sets = [{x.weight for x in own if x.weight} for own in rows]
     for number, calls in enumerate(columns, 1):
         names = [x.weight for x in calls]
-        if all(names) and len({*names}) > 1 and all(x == sets[0] for x in sets):
+        known = all(names) and not any(" of shape " in one for one in names)
+        if known and len({*names}) > 1 and set.intersection(*sets):
             told = ", ".join(f"{x} on rank {n}" for n, x in enumerate(names[:4]))
             what = f"collective call {number} sums the gradient of {told}"
-            return what, calls[0].place
+            now = [{x.weight for x in own if x.step == calls[0].step} for own in rows]
+            mend = ORDER if all(x == now[0] for x in now) else ZEROS
+            return what, calls[0].place, mend
     for _, run in groupby(columns, lambda x: (x[0].place, x[0].step, x[0].passes)):
         ranks = [*zip(*run, strict=True)]
         one = ranks[0][0]
@@ -292,7 +300,7 @@ def mixed(rows: list[list[Call]]) -> tuple[str, str] | None:
         told = ", ".join(f"{x} on rank {n}" for n, x in enumerate(pair[:4]))
         loops = f"{len(found)} loop{'s' * (len(found) > 1)}"
         what = f"in {loops}, {one.name}() gets different {name}: {told}"
-        return what, one.place
+        return what, one.place, ORDER
     return None
 
 
@@ -300,13 +308,6 @@ def of_a_loop(values: list[str]) -> bool:
     """Return whether values are all different, or repeat different ones in turn."""
     count = len({*values})
     return count > 1 and values == (values[:count] * len(values))[: len(values)]
-
-
-def behind(job, without, call: Call) -> bool:
-    """Return whether a rank is past the batch at which another rank made a call."""
-    own = next(one for one in job.processes if one.rank == call.rank)
-    read = sum(one.time < call.time for one in own.trained)
-    return 0 < read < len(without.trained)
 
 
 @check(

@@ -8,6 +8,7 @@ from ..event import Event
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, check, need
 from ..loaders import leaves
 from ..moments import Step
+from ..neighbours import Input
 from ..record import place, recorder, torch, wrap
 from ..watcher import Watcher
 from .checkpoints import Checkpoints, Saved, floats, has, no_optimizer, parts, path_of
@@ -141,7 +142,7 @@ def not_restored(job):
     On every rank, load the optimizer's state (or the rank's part) and the scheduler's.
     Not a mistake if: you only want the weights.
     """
-    restored = job.of(Restored)
+    restored, resumes = job.of(Restored), False
     for process in job.processes:
         own = [one for one in process.of(Restored) if one.what == "weights"]
         if own and own[-1].lost:
@@ -167,5 +168,8 @@ def not_restored(job):
             what = f"nothing loads the {' and the '.join(lost)}'s state from the file"
             yield Breach(what, one.place)
             return
-        if used and later and job.processes[0].training is None:
-            raise Doubt("without a DataLoader, the samples after a resume are unknown")
+        resumes |= used and later
+    inputs = [x for one in job.processes[0].of(Input) for x in one.rows]
+    again = len({*inputs}) < len(inputs) and job.processes[0].training is None
+    if resumes and again:
+        raise Doubt("without a DataLoader, the samples after a resume are unknown")
