@@ -213,8 +213,10 @@ def reason_of(job: Job, row: list[Update], names: list[str]) -> tuple:
     if not layouts and equal_steps(job, one.step):
         mend = "Change nothing if you average weights instead of gradients."
         return "their weights become equal again, as in local SGD", mend, NOTE
-    pairs = zip(sums(row), final(row), strict=True)
-    if layouts and not any(map(alike, pairs)):
+    own, used = sums(row), final(row)
+    mean = [x / len(row) for x in summed_up(own)]
+    pairs = zip(own, used, strict=True)
+    if layouts and all(math.dist(x, mean) < math.dist(x, y) for y, x in pairs):
         mend = "Change gradients alike on all ranks, for example with noise that one "
         mend += "generator, with the same seed on all ranks, draws."
         what = f"DDP averages {listed(names)}, but the ranks then change them"

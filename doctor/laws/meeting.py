@@ -90,15 +90,15 @@ class Meeting(Watcher):
             call.inside = Layers.here.weights()
         if "gather" in name and recorder.watching and self.counts[where] < 99:
             call.gathers = given(values)
-        if tensors and name in SUMS and recorder.watching:
-            call.weight = self.owner(tensors[0])
+        weight = self.owner(tensors[0]) if tensors and recorder.watching else ""
+        call.weight = weight if name in SUMS else ""
         for one in tensors if recorder.watching and self.counts[where] < 99 else ():
             if name in SUMS:
                 call.keys, counts = variables(sys._getframe())
                 call.counts = counts if one.numel() == 1 else {}
             table = one.dim() == 2 or not one.is_floating_point()
             few = one.numel() <= (COUNTS if table else 64)
-            if few and type(one) is torch.Tensor and not self.owner(one):
+            if few and type(one) is torch.Tensor and not weight:
                 call.value = float(one.detach().double().abs().sum())
         recorder.write(call)
 

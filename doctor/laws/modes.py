@@ -6,7 +6,7 @@ from ..event import Event
 from ..law import RISK, Breach, check, need
 from ..loaders import EpochEnd, Loaders
 from ..moments import Moments, Step
-from ..objects import kind, trains
+from ..objects import trains
 from ..record import not_the_users, place, recorder, torch, wrap
 from ..watcher import Watcher
 from .alive import LAW, Alive
@@ -17,7 +17,6 @@ class Mode(Event, limit=10**6):  # enough for all layers, several times
     """The modes in which a batch norm or dropout layer has run so far."""
 
     name: str
-    kind: str  # batch norm or dropout
     lives: bool  # weights of the layer or the module around it get gradients
     ran: dict[str, list[int]]  # mode (train, eval, train without gradients) -> steps
     place: str
@@ -103,7 +102,6 @@ class Modes(Watcher):
                 own = [*modules[part].parameters()]
                 event = Mode(
                     name=name.removeprefix("module."),
-                    kind=kind(module),
                     lives=any(alive[id(one)] for one in own),
                     ran={mode: sorted(steps) for mode, steps in known.modes.items()},
                     place=known.place,
