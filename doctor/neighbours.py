@@ -14,7 +14,7 @@ from .loaders import Loaders
 from .moments import Moments
 from .objects import indices
 from .record import recorder, torch
-from .sample import digest, hashes, positions, rows_of
+from .sample import digest, hashes, rows_of
 from .watcher import Watcher
 
 
@@ -24,8 +24,6 @@ class Input(Event, limit=5000):
     network: int
     rows: array  # a hash of each entry of the largest tensor, or of all single integers
     loaded: bool  # the last batch came from a DataLoader
-    few: list[list[float]]  # a few numbers of each entry, or [] on a GPU
-    whole: bool  # the numbers are integers, such as tokens
     ids: array | None = None  # the samples' indices in another input
     indices: array | None = None  # perhaps the samples' indices, in a variable
     # position -> a hash of another input with as many entries, and whether these differ
@@ -58,8 +56,6 @@ class Inputs(Watcher):
                 network=self.networks.setdefault(id(network), len(self.networks)),
                 rows=rows_of(inputs),
                 loaded=loaded,
-                few=few_of_each(largest) if largest.is_cpu or not loaded else [],
-                whole=not largest.is_floating_point(),
                 ids=None if loaded else ids_of(inputs, len(largest)),
                 indices=None if loaded else indices(sys._getframe(), len(largest)),
                 arguments=arguments(inputs, largest),
@@ -85,14 +81,6 @@ def arguments(inputs: list, largest) -> dict[int, tuple[int, bool]]:
             rows = hashes(one)
             found[number] = digest(rows), len({*rows}) > 0.8 * len(rows)
     return found
-
-
-def few_of_each(rows) -> list[list[float]]:
-    """Return 12 numbers of each entry (for tokens, the first 12)."""
-    flat = rows.detach().reshape(len(rows), -1)[:64]
-    if flat.is_floating_point():
-        flat = flat[:, list(positions(flat.size(1), 12))]
-    return [(one + [0] * 12)[:12] for one in flat[:, :12].tolist()]
 
 
 def inputs(job: Job) -> list[list[Input]]:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 from importlib.util import find_spec
 
+import jsonschema
 import pytest
 import torch
 from conftest import ROOT, Started, run, run_torchrun, wait_until
@@ -25,7 +26,7 @@ MISTAKES = read_mutations((ROOT / "tests" / "doctor" / "mistakes.txt").read_text
 PLANTED = [(m.name, m, (ROOT / "tests/doctor" / m.file).read_text()) for m in MISTAKES]
 FACTS = runpy.run_path(str(ROOT / "tutorial" / "labs" / "lab.py"))["labs"]()
 LABS = [(n, x, "horovod" * (n == "30")) for n, x in FACTS.items() if x.doctor != "-"]
-QUICK = {"plain", "spawn"}  # the others only run with --full
+QUICK = {"a script"}  # the others only run with --full
 # Several mistakes that one script contains
 TOGETHER = {
     "plain": [
@@ -170,32 +171,40 @@ def test_a_lab_is_named_and_its_solution_is_right(lab, tmp_path):
 
 OURS = "--image-size 32 --max-steps 6 --epochs 1 -b 48 -j 2 --print-interval 3"
 OURS = f"{OURS} --output run".split()
-STRATEGIES = "plain dataparallel distributed multiprocessing_distributed"
-STRATEGIES = [(x, x, x) for x in f"{STRATEGIES} horovod_distributed".split()]
+STRATEGIES = "dataparallel distributed multiprocessing_distributed horovod_distributed"
+STRATEGIES = [(x, x, x) for x in ("a script", *STRATEGIES.split())]
 
 
 @pytest.mark.parametrize("name", cases(STRATEGIES))
 def test_a_watched_run_has_the_same_weights(name, tmp_path, digits):
     """A network has dropout; our scripts have loader processes, and save optimizers and generators."""
     command, written = LAUNCHER.replace("FILE", str(MODES["plain"])), "checkpoint.pt"
-    if name != "plain":
+    if name != "a script":
         script, written = ROOT / "scripts" / f"{name}.sh", "run/checkpoint.pt"
         command = shlex.join(["bash", str(script), "--data", str(digits), *OURS])
-    contents = []
-    for folder in (tmp_path / "alone", tmp_path / "watched"):
-        folder.mkdir()
-        if folder.name == "watched":
-            watch(folder, shlex.split(command))
-        else:
+    contents, schema = [], json.loads((ROOT / "doctor/report.schema.json").read_text())
+    for kind in ("alone", "watched", "--cpu")[: 2 + (name == "a script")]:
+        (folder := tmp_path / kind).mkdir()
+        if kind == "alone":
             ended = run_torchrun(folder, command)
             assert ended.returncode == 0, ended.stderr
+        else:
+            found, ended = watch(
+                folder, shlex.split(command), *[kind][kind[0] != "-" :]
+            )
+            assert not bad(found["findings"]) and found["steps"]
+            assert ("Emulated on the CPU" in ended.stderr) == (kind == "--cpu")
+            jsonschema.validate(found, schema)
+            found["verdicts"][0]["state"] = "fine"
+            with pytest.raises(jsonschema.ValidationError):
+                jsonschema.validate(found, schema)
         content = torch.load(folder / written)
         if isinstance(content, dict):
             del content["records"]  # these contain times
         contents.append(tree_leaves(content))
+        for one, other in zip(contents[0], contents[-1], strict=True):
+            assert torch.equal(one, other) if torch.is_tensor(one) else one == other
     assert len(contents[0]) > 10
-    for one, other in zip(*contents, strict=True):
-        assert torch.equal(one, other) if torch.is_tensor(one) else one == other
 
 
 def test_without_a_training_process_it_says_so():

@@ -1,12 +1,11 @@
-"""doctor --cpu emulates CUDA: right numbers, equal bits, an error for code that needs a GPU."""
+"""doctor --cpu emulates CUDA: right numbers, an error for code that needs a GPU.
 
-import json
+test_doctor.py checks the bits of a script that needs none.
+"""
+
 import re
 import sys
 
-import jsonschema
-import pytest
-import torch
 from conftest import ROOT, run
 
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
@@ -35,9 +34,9 @@ assert torch.equal(torch.rand(2), on_cpu)
 """
 
 
-def played(folder, *command, flags=("--cpu",)):
-    """Run a command under doctor in a folder."""
-    words = [sys.executable, "-m", "doctor", *flags, "--", sys.executable, *command]
+def played(folder, *command):
+    """Run a command under doctor --cpu in a folder."""
+    words = [sys.executable, "-m", "doctor", "--cpu", "--", sys.executable, *command]
     line = f"cd {folder} && {' '.join(map(str, words))}"
     return run("bash", "-c", line, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
 
@@ -55,25 +54,6 @@ def test_devices_and_the_line(tmp_path):
     (tmp_path / "own.py").write_text(f"{OWN}graph = torch.cuda.CUDAGraph()\n")
     text = f"cannot emulate `graph = torch.cuda.CUDAGraph()` [own.py:{OWN.count(chr(10)) + 1}]"
     assert text in played(tmp_path, "own.py").stderr.partition("=====")[0]
-
-
-def test_same_bits(tmp_path):
-    """A script for the CPU saves the same weights with and without --cpu; --json has its schema."""
-    saved, schema = [], json.loads((ROOT / "doctor/report.schema.json").read_text())
-    for flags in (("--json", "report.json"), ("--json", "report.json", "--cpu")):
-        script = ROOT / "tests/doctor/modes/plain.py"
-        ended = played(tmp_path, *TORCHRUN, script, flags=flags)
-        assert "accuracy" in ended.stdout, ended.stderr[-3000:]
-        assert ("Emulated on the CPU" in ended.stderr) == ("--cpu" in flags)
-        report = json.loads((tmp_path / "report.json").read_text())
-        assert len(report["verdicts"]) == 10 and report["steps"]
-        jsonschema.validate(report, schema)
-        saved.append(torch.load(tmp_path / "checkpoint.pt")[1]["model"])
-        (tmp_path / "checkpoint.pt").unlink()
-    assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
-    report["verdicts"][0]["state"] = "fine"
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(report, schema)
 
 
 def test_workflow(tmp_path):

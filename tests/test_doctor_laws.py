@@ -23,6 +23,7 @@ from doctor.draws import Drawn, Made, Order, Own, shuffled
 from doctor.event import Exit, Failed, Waits
 from doctor.job import Job, Process, read
 from doctor.law import examine
+from doctor.laws.carried import Kept
 from doctor.laws.losses import Term
 from doctor.laws.meeting import MENDS, Call, Meeting, given, hangs
 from doctor.laws.passes import Update
@@ -247,7 +248,7 @@ def loop(order, noise=0.1):
         few = [[x + noise * draws.random() for x in rows[i]] for i in own]
         keys = array("q", [hash(str(one)) // 9 for one in few])
         ids = array("q", own) if noise else None
-        found.append(event(Input, step, rows=keys, few=few, indices=ids))
+        found.append(event(Input, step, rows=keys, indices=ids))
         values = array("d", [round(9 * rows[i][0]) for i in own])
         found += [Targets(count=12, values=values, step=step)] * (noise > 0)
     return found
@@ -853,13 +854,23 @@ def test_the_indices_and_strings_around_a_call():
     assert ("second" in seen[3]) == (sys.version_info >= (3, 13))
 
 
+@pytest.mark.parametrize("start, again", [(2, True), (4, False)])
+def test_a_resume_must_not_read_again_what_was_read(start, again):
+    kept = {"path": "a.pt", "mark": 1, "counts": {}}
+    own = fed(HALVES[0], whole=0, samples=128)
+    later = fed([*range(0, 128, 2)][8 * start :], whole=0, samples=128)
+    later.insert(3, event(Kept, moment="loaded", **kept))
+    found = report([*own, event(Kept, moment="saved", **kept), *later], steps=0)
+    assert ("read_again" in named(found)) == again
+
+
 def test_short_steps_are_not_slow():
     for wall, wanted in ((0.005, []), (0.2, ["bottleneck"] * 2)):
-        spans = [("data", 0.0, 0.6 * wall)]
+        spans = [("data", 0.0, 0.6 * wall), ("backward", 0.0, 0.001)]
         rows = [event(Spans, wall=wall, spans=spans) for _ in range(9)]
         assert [x.check for x in report(rows, rows).findings] == wanted
     for often, wanted in ((1, []), (9, ["bottleneck"])):  # the first call connects
-        work = {"wall": 1.0, "spans": [("forward", 0.0, 1.0)]}
+        work = {"wall": 1.0, "spans": [("backward", 0.0, 1.0)]}
         rows = [event(Spans, calls={"gather()": 0.9}, **work)] * often
         rows = [event(Spans, **work)] * 9 + rows
         assert [x.check for x in report(rows, rows).findings] == wanted

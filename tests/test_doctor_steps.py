@@ -372,9 +372,9 @@ def test_the_modes_of_networks_and_passes(right):
 
 
 def test_what_a_checkpoint_holds():
-    good = {"path": "best.pt", "whole": 6, "has": ["optimizer"], "counts": True}
+    good = {"path": "a.pt", "whole": 6, "has": ["optimizer"], "counts": True}
     good |= {"holds": ["optimizer"], "taken": None, "place": "a.py:5"}
-    file = event(Opened, path="best.pt", saved=True)
+    file = event(Opened, path="a.pt", saved=True)
     for state, wanted, values in (
         ("held", {}, {}),
         ("held", {"save_in_place": "note"}, {"overwrites": True}),
@@ -509,7 +509,7 @@ def test_what_no_optimizer_updates_is_compared():
     ):
         ranks = [own + states(*[[1.0]] * 12) for own in both(value, **kind)]
         for rank, own in enumerate(ranks):
-            own.append(event(Input, few=[], rows=[rank]))
+            own.append(event(Input, rows=[rank]))
         found = judged(*ranks)
         assert named(found) == wanted
         for one in found.findings if words else ():

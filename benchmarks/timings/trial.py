@@ -11,7 +11,7 @@ import random
 import sys
 
 from benchmarks.comparison import write_results
-from benchmarks.timings.statistics import AGAIN, MARGIN, decide, orders
+from benchmarks.timings.statistics import AGAIN, LOOKS, MARGIN, decide, orders
 from common.errors import one_line_errors
 
 NAMES = ("distributed", "second copy", "third copy", "distributed" + AGAIN)
@@ -43,11 +43,11 @@ def simulated(slower: float, launch: float, cohorts: int, draws: int) -> dict:
     truth = dict.fromkeys(NAMES, 0.0) | {NAMES[2]: math.log1p(slower)}
     wrong, silent, verdicts = 0, 0, []
     for draw in range(draws):
-        found: list[dict] = []
-        for number in range(1, cohorts + 1):
-            found.append(invented(truth, launch, 8, f"{draw} {number}"))
-            found[-1]["ended"] = number / cohorts
-            decision = decide(found, SETTINGS, last=number == cohorts)
+        found = [invented(truth, launch, 8, f"{draw} {n + 1}") for n in range(cohorts)]
+        for number, one in enumerate(found, start=1):
+            one["ended"] = number / cohorts
+        for number in (*range(LOOKS, cohorts, LOOKS), cohorts):  # the analyses
+            decision = decide(found[:number], SETTINGS, last=number == cohorts)
             if decision.over:
                 break
         if not decision.honest:

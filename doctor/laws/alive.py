@@ -213,11 +213,14 @@ def dead_weights(job):
     needed = [x for x in needed if x.name.removesuffix("bias") + "weight" not in live]
     count = f"of {len(rows)} trainable weights"
     never = f"{count} never get a gradient in {steps} steps"
+    still = [x for x in alive if not x.moves]
+    stuck = f"{len(still)} {count} get gradients, but do not change"
     if needed:
         what, zero = f"{len(needed)} {never}", all(one.reached for one in needed)
         if zero:
             what = what.replace("never get a gradient", "get only zero gradients")
         what += f": {names(needed)}"
+        what += f"; {stuck}: {names(still)}" * bool(still)
         yield Breach(what, needed[0].place, facts=needed, mend=ZERO * zero)
     elif dead:
         what = f"{len(dead)} {never}: {names(dead)}"
@@ -225,9 +228,7 @@ def dead_weights(job):
         what += "; all_gather() returns tensors without a gradient"
         yield Breach(what, cut[0], facts=dead)
     elif alive:
-        still = [x for x in alive if not x.moves]
-        what = f"{len(still)} {count} get gradients, but do not change"
-        need(not still, f"{what}: {names(still)}")
+        need(not still, f"{stuck}: {names(still)}")
         yield f"{len(alive)} {count} get gradients and change in {steps} steps"
         late_network(job)
 

@@ -285,7 +285,7 @@ def no_optimizer(job):
         missing = [name for name in one.has if name not in one.holds]
         if missing and ((one.counts and one.whole) or one.holds) and not complete:
             what = f"{base(path)} lacks the state of the {' and the '.join(missing)}"
-            yield Breach(what, one.place)
+            yield Breach(what, one.place, level=NOTE * ("best" in base(path)))
         elif one.whole:
             more = f" and the state of the {' and the '.join(one.holds)}"
             yield f"{base(path)} has {one.whole} whole weights{more * bool(one.holds)}"

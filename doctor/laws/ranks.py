@@ -91,7 +91,8 @@ class Ranks(Watcher):
             return
         values = {}
         for number, one in enumerate(inputs[:2], 1):
-            values |= measured(f"input {number} of the network", one)
+            if not (one.is_leaf and one.requires_grad):  # a sampler's or an attack's
+                values |= measured(f"input {number} of the network", one)
         self.keep(None, values)
         modes = [one.training for one in network.modules()]
         trainable = sum(one.requires_grad for one in network.parameters())
@@ -244,7 +245,7 @@ def apart(values: list[float], others: list[float], batches: float) -> tuple:
 def ranks_differ(job):
     """One rank's samples, losses or gradients differ significantly from the others'.
 
-    Look for what differs on that rank: files, preprocessing, labels, its loss, its GPU.
+    Look for what differs there: files, preprocessing, hash() of strings, labels, GPU.
     Not a mistake if: the ranks have different samples on purpose, such as languages.
     """
     undivided(job)

@@ -299,15 +299,15 @@ def trained_on_validation(job):
 
 @check(LAW, RISK, effects=[left_out], read="pitfall 18")
 def read_again(job):
-    """A resumed run begins an epoch again, although a part of it has been read.
+    """A resumed run reads samples again that it has already read in this epoch.
 
-    Save the number of the epoch's batches, and skip as many when you resume.
+    Save the number of the epoch's samples that all ranks have read, and skip as many.
     Not a mistake if: a few samples more or less do not matter to you.
     """
-    saved, passes, fed, now = {}, {}, None, None  # loader -> its pass and batches
+    saved, passes, fed, now, resumed = {}, {}, None, None, []
     for one in job.processes[0].launches:
         if isinstance(one, Epoch):
-            passes[one.loader] = one, []
+            passes[one.loader] = one, []  # a loader's pass and its batches
             now = one.loader
         elif isinstance(one, Batch) and one.loader in passes:
             passes[one.loader][1].append(one)
@@ -315,15 +315,21 @@ def read_again(job):
             fed = one.loader
         elif isinstance(one, Kept) and one.moment == "saved" and fed in passes:
             begun, read = passes[fed]
-            saved[one.mark] = begun, read[:1], len(read)
+            saved[one.mark] = begun, [*read]
         elif isinstance(one, Kept) and one.moment == "loaded" and one.mark in saved:
-            (before, first, count), (begun, read) = saved[one.mark], passes[now]
-            partly = 1 < count < (before.length or 0) == begun.length
-            if partly and before.place == begun.place and len(read) == 1 and one.mark:
-                if read[0] is not first[0] and same_batch(read[0], first[0]):
-                    what = f"after the resume from {base(one.path)}, the epoch begins "
-                    what += f"again; {count} of its {before.length} batches were "
-                    yield Breach(f"{what}read before the file was saved", begun.place)
+            if one.mark and len(passes[now][1]) == 1:
+                resumed.append((one, *saved[one.mark], *passes[now]))
+    for one, before, old, begun, new in resumed:
+        at = next((n for n, x in enumerate(old) if same_batch(new[0], x)), None)
+        if at is None or before.place != begun.place or new[0] is old[0]:
+            continue
+        anew = at == 0 and 1 < len(old) < (before.length or 0) == begun.length
+        laps = [sum(same_batch(x, y) for y in old) for x in (new[0], old[-1])]
+        pairs = [*zip(new[1:3], old[at + 1 :], strict=False)] * (laps[0] == laps[1])
+        if anew or (at and pairs and all(same_batch(*x) for x in pairs)):
+            what = f"after the resume from {base(one.path)}, reading begins at batch "
+            what += f"{at + 1} of {len(old)} that were read before the file was saved"
+            yield Breach(what, begun.place)
 
 
 def same_batch(one: Batch, other: Batch) -> bool:

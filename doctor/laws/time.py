@@ -197,6 +197,7 @@ def bottleneck(job):
     Look at the last lines of the report, which show how long each part takes.
     """
     wall, steps = walls(job), [timed(process) for process in job.processes]
+    need(any(parts(x)["backward"] for y in steps for x in y), "no backward pass")
     if slow := slowest(steps, wall) or in_turn(steps):
         yield slow
         return

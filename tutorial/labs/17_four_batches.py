@@ -1,11 +1,11 @@
-"""Train a network; a step uses the mean gradient of 4 batches of 4 images per process.
+"""Train a network; a step uses the mean gradient of 4 batches of 2 images per process.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/17_four_batches.py
 
 symptom: A step of four batches moves the weights more than a step of one large batch.
 grader: images: it moves the weights 4.00 times as far
-checks: weights, shares, steps(batch=16),
-  facts(images_at_once=8, all_reduces_per_step=4)
+checks: weights, shares, steps,
+  facts(images_at_once=4, all_reduces_per_step=4)
 doctor: loss_scale
 lesson: 07_accumulation
 path: core
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-EPOCHS, BATCH, PASSES = 3, 4, 4
+EPOCHS, BATCH, PASSES = 3, 2, 4
 
 
 def main() -> None:

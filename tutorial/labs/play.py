@@ -56,7 +56,7 @@ CHECKPOINT = Path("checkpoint.pt")
 class Forward(Event):
     """A forward pass of a network."""
 
-    training: bool  # the network's mode
+    training: bool  # the network's mode; also if batch norm uses the batch's statistics
     images: Tensor  # (N, 8)
     outputs: Tensor  # (N, 3)
 
@@ -100,6 +100,7 @@ class Watch(Watcher):
     def __init__(self):
         self.now, self.last = Step(passes=[], dtypes=set()), Last(waits={}, wrote=set())
         self.done, self.depth, self.sent, self.scales = None, 0, 0, False
+        self.of_batch = False
         self.shapes = []  # of what the collectives since the last step sent
 
     def hooks(self) -> None:
@@ -126,8 +127,11 @@ class Watch(Watcher):
         """Count the step's collectives, except those that average all its weights."""
         found, shapes = Counter(self.shapes), [one.shape for one in own]
         sets = min((found[x] // shapes.count(x) for x in shapes), default=0)
-        flat = found[torch.Size([sum(one.numel() for one in own)])]
-        self.last.collectives += found.total() - sets * len(shapes) - flat
+        size = sum(one.numel() for one in own)
+        sent = [shape.numel() if shape else 0 for shape in self.shapes]
+        # Of one tensor with all gradients, and perhaps with a few more numbers
+        flat = sum(size <= one <= size + 16 for one in sent)
+        self.last.collectives += len(sent) - sets * len(shapes) - flat
         self.shapes = []
 
     def start(self, call, weight, *args, **kwargs):
@@ -168,13 +172,16 @@ class Watch(Watcher):
         if isinstance(layer, DDP) and grad and layer.require_backward_grad_sync:
             hooks = layer._comm_hooks  # they call collectives themselves
             self.sent += sum(one.numel() for one in layer.parameters() if not hooks)
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            self.of_batch = layer.training or layer.running_mean is None
         if isinstance(layer, nn.Linear):
             self.now.dtypes.add(str(output.dtype))
             if layer.in_features == 8:
                 self.images = inputs[0].detach().float()
             if layer.out_features == 3:
                 facts = {"images": self.images, "outputs": output.detach().float()}
-                one = Forward(training=layer.training, **facts)
+                one = Forward(training=layer.training or self.of_batch, **facts)
+                self.of_batch = False
                 self.now.passes.append(one) if grad else recorder.write(one)
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
@@ -261,8 +268,8 @@ class Reads(TorchFunctionMode):
 def be_rank(run: "Run", variables: dict[str, str]) -> None:
     """Run a script as one of its processes, with these environment variables.
 
-    On all ranks but 0, sleep() returns immediately, so it hides no race, and time() is
-    1000 seconds ahead, as another machine's clock may be.
+    On all ranks but 0, sleep() returns immediately, so it hides no race, and, as on
+    another machine, time() is 1000 seconds ahead and getppid() returns another number.
     """
     gc.freeze()  # garbage collections then ignore the modules: this halves the time
     os.setsid()  # a session, so that its child processes are killed, too
@@ -285,6 +292,7 @@ def be_rank(run: "Run", variables: dict[str, str]) -> None:
     if variables["RANK"] != "0":
         time.sleep = lambda s: threading.current_thread() is main or sleep(s)
         time.time = lambda: clock() + 1000
+        os.getppid = os.getpid
     try:
         with Reads():
             runpy.run_path(str(run.script), run_name="__main__")
@@ -390,8 +398,10 @@ class Run:
         while alive := [x.sentinel for x in self.processes if x.exitcode is None]:
             failed = any(process.exitcode for process in self.processes)
             wait(alive, 2 if failed else 0.5)  # then the other soon fails too
-            last = [one.events[-1] for one in job.read(self.records).processes]
-            waits = [getattr(one, "seconds", None) for one in last]  # of doctor's Waits
+            waits = []
+            if (self.records / "waits").exists():  # the doctor has written a Waits
+                last = [one.events[-1] for one in job.read(self.records).processes]
+                waits = [getattr(one, "seconds", None) for one in last]
             hangs = any(waits) and all(x is None or x > PATIENCE for x in waits)
             if failed or hangs:
                 break
