@@ -54,7 +54,8 @@ class Objects:
         """
         if self.found is None:
             self.search()
-        owners, copies, layers = [("", vars(sys.modules["__main__"]))], [], set()
+        (main, *others), owners, copies = namespaces(sys._getframe()), [], []
+        layers = set()
         for kind, reference in self.networks:
             own = dict(getattr(reference(), "named_parameters", dict)())
             if any(id(one) in weights for one in own.values()):
@@ -67,13 +68,8 @@ class Objects:
                 used = used_by(type(one)) if id(one) in layers else ()
                 for name, x in [*own.items()]:
                     owners.append((f"{LAYER * (name in used)}{kind}.", {name: x}))
-        owners += copies
-        for name, values in scopes(sys._getframe()):
-            if name != "<module>":
-                owners.append((f"{name}().", {**values}))
-            del values
         found = {}
-        for prefix, own in owners:
+        for prefix, own in [main, *owners, *copies, *others]:
             for name, one in [*own.items()]:
                 parts = nested(one, "", 2 * bool(prefix and name[0] != "_"))
                 for key, x in islice(parts, MOST // 4):
@@ -143,6 +139,16 @@ def scopes(frame: FrameType | None) -> Iterator[tuple[str, dict]]:
         own = type(values) is dict and code.co_flags & inspect.CO_OPTIMIZED
         if own and sys.getrefcount(values) < 4:
             values.clear()
+
+
+def namespaces(frame: FrameType | None) -> list[tuple[str, dict]]:
+    """Return (prefix, variables) of the script's module and of its functions."""
+    found = [("", vars(sys.modules["__main__"]))]
+    for name, values in scopes(frame):
+        if name != "<module>":
+            found.append((f"{name}().", {**values}))
+        del values
+    return found
 
 
 def variables(frame: FrameType | None) -> tuple[dict[str, str], dict[str, int]]:

@@ -1,7 +1,4 @@
-"""doctor --cpu emulates CUDA: right numbers, an error for code that needs a GPU.
-
-test_doctor.py checks the bits of a script that needs none.
-"""
+"""doctor --cpu emulates CUDA: right numbers, an error for code that needs a GPU."""
 
 import re
 import sys

@@ -287,6 +287,8 @@ def test_the_advice_on_ddp_and_on_a_prepared_scheduler():
     for planned, advice in ((4, "accelerator"), (8, "load_state_dict")):
         found = judged(*[[event(Schedule, 4, made=planned, **plan)]] * 2).findings
         assert [x.law for x in found] == [LEARNS] and advice in found[0].mend
+    late = [event(Step, n, rates=[0.0], which=1) for n in range(4, 14)]
+    assert "rate is 0 in 10 steps" in judged(late, late).findings[0].what
 
 
 def test_the_length_of_a_schedule():

@@ -12,7 +12,7 @@ from ..event import Event
 from ..law import RISK, Breach, Doubt, check
 from ..loaders import Epoch, EpochEnd
 from ..moments import Moments
-from ..objects import Objects, nested, scopes
+from ..objects import Objects, namespaces, nested
 from ..record import place, quiet, recorder, torch, wrap
 from ..sample import numbers
 from ..watcher import Watcher
@@ -98,14 +98,10 @@ class Carried(Watcher):
 
     def counts(self) -> dict[str, list[float]]:
         """Return {name: values} for numbers in variables and objects."""
-        found = {}
-        for function, values in scopes(sys._getframe()):
-            prefix = "" if function == "<module>" else f"{function}()."
-            for name, one in [*values.items()]:
-                if type(one) in (int, float):
-                    found.setdefault(prefix + name, []).append(one)
-            del values
-        for name, value in self.fields():
+        found, pairs = {}, []
+        for prefix, own in namespaces(sys._getframe()):
+            pairs += [(prefix + name, one) for name, one in [*own.items()]]
+        for name, value in (*pairs, *self.fields()):
             value = math.nan if value is None and "best" in name.lower() else value
             if type(value) in (int, float):
                 found.setdefault(name, []).append(value)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 from statistics import median, median_high
 
+from ..event import Exit
 from ..job import Job
 from ..law import NOTE, RISK, WRONG, Breach, check, need, several
 from ..moments import Wraps
@@ -217,6 +218,7 @@ def reason_of(job: Job, row: list[Update], names: list[str]) -> tuple:
     mean = [x / len(row) for x in summed_up(own)]
     pairs = zip(own, used, strict=True)
     if layouts and all(math.dist(x, mean) < math.dist(x, y) for y, x in pairs):
+        need(len({x.step for x in job.of(Exit)}) < 2, "the numbers of steps differ")
         mend = "Change gradients alike on all ranks, for example with noise that one "
         mend += "generator, with the same seed on all ranks, draws."
         what = f"DDP averages {listed(names)}, but the ranks then change them"

@@ -192,9 +192,8 @@ def judge(job, everything: list[Group], line: Printed, number: Number):
         for name, mend, top, bottom in one.wrong(earlier):
             if number.equals((top, bottom)):
                 fits.setdefault(name, (line, number, mend, right))
-        for ratio in (
-            numbers.of_perplexities(one) if number.kind == "perplexity" else ()
-        ):
+        words = number.kind == "perplexity"
+        for ratio in numbers.of_perplexities(one) if words else ():
             if number.equals(ratio):
                 name = "the mean of the batches' perplexities"
                 fits.setdefault(name, (line, number, POWERS, right))

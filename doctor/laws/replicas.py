@@ -15,7 +15,7 @@ from ..moments import Step
 from ..neighbours import Input
 from ..objects import COPY, LAYER
 from .checkpoints import Saved
-from .meeting import Call, collectives_differ, one_network, same_steps
+from .meeting import Call, collectives_differ, one_network, same_steps, steps_differ
 from .resume import Resumed
 from .states import LAW, State, late_network
 
@@ -139,7 +139,7 @@ def weights_differ(job):
         yield Breach(f"before the first step, {found[1]}", rows[0][0].place)
 
 
-EARLIER = weights_differ, collectives_differ
+EARLIER = weights_differ, collectives_differ, steps_differ
 
 
 @check(LAW, RISK, general=True, causes=EARLIER, read="pitfall 11")

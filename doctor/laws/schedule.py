@@ -127,6 +127,9 @@ def schedule(job):
     """
     several(job)
     process, size = job.processes[0], job.world_size
+    idle = [x for x in process.of(Step) if x.rates and not any(x.rates)]
+    if len(idle) > 4 + len(process.of(Step)) / 10:
+        yield Breach(f"the learning rate is 0 in {len(idle)} steps", idle[0].place)
     found = need(process.of(Schedule), "no scheduler existed at the end")
     ended = process.of(Exit) and all(one.whole for one in process.of(EpochEnd))
     need(ended, "the job did not train to the end")

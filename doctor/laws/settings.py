@@ -11,14 +11,15 @@ from zlib import crc32
 from ..event import Event
 from ..law import RISK, Breach, check, need
 from ..moments import Step
-from ..objects import BLOCKS, is_users
+from ..objects import BLOCKS, is_users, namespaces
 from ..record import recorder, torch
 from ..sample import digest
 from ..watcher import Watcher
-from .ranks import LAW, Facts
+from .ranks import LAW, Facts, ranks_differ
 from .replicas import alike
 from .samples import datasets_differ, undivided
 
+EFFECTS = datasets_differ, ranks_differ
 LEARNED = re.compile("(?:^|_)(?:mean|std|var|median|mu|sigma|scale)s?(?:_|$)", re.I)
 
 
@@ -37,9 +38,7 @@ class Settings(Watcher):
             return  # once before each of the first two steps
         if torch.is_grad_enabled() and sys.getallocatedblocks() < BLOCKS:
             every = gc.get_objects()
-            kinds = {
-                one for one in {*map(type, every)} if is_users(one) or sklearns(one)
-            }
+            kinds = {x for x in {*map(type, every)} if is_users(x) or sklearns(x)}
             own = [one for one in every if type(one) in kinds]
             recorder.write(Fitted(values=fitted(own), tables=tables_in(own)))
 
@@ -54,9 +53,8 @@ def tables_in(objects: list) -> dict[str, dict[int, int]]:
 
     Of each, these are up to 64 entries: hashes of strings, and the numbers.
     """
-    owners, found, again = [("", vars(sys.modules["__main__"]))], {}, set()
-    for one in objects:
-        owners.append((f"{type(one).__name__}.", getattr(one, "__dict__", {})))
+    owners, found, again = namespaces(sys._getframe()), {}, set()
+    owners += [(f"{type(x).__name__}.", getattr(x, "__dict__", {})) for x in objects]
     for prefix, own in owners:
         for name, one in [*own.items()]:
             if isinstance(one, dict) and len(one) > 7 and numbered(one):
@@ -177,14 +175,12 @@ def fits_differ(job):
     shared = set.intersection(*map(set, rows))
     found = [x for x in sorted(shared) if not alike([row[x] for row in rows], 1e-6)]
     for name in found[:1]:
-        told = ", ".join(
-            f"{row[name][0]:.6g} on rank {n}" for n, row in enumerate(rows)
-        )
+        told = ", ".join(f"{x[name][0]:.6g} on rank {n}" for n, x in enumerate(rows))
         what = f"{len(found)} learned attributes differ, such as {name}: {told}"
         yield Breach(what, job.of(Step)[0].place)
 
 
-@check(LAW, RISK, needs=[Fitted], effects=[datasets_differ], read="lesson 4")
+@check(LAW, RISK, needs=[Fitted], effects=EFFECTS, read="lesson 4")
 def tables_differ(job):
     """A table gives the same strings, such as words or classes, other numbers per rank.
 
