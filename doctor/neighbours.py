@@ -24,7 +24,6 @@ class Input(Event, limit=5000):
     network: int
     rows: array  # a hash of each entry of the largest tensor, or of all single integers
     loaded: bool  # the last batch came from a DataLoader
-    ids: array | None = None  # the samples' indices in another input
     indices: array | None = None  # perhaps the samples' indices, in a variable
     # position -> a hash of another input with as many entries, and whether these differ
     arguments: dict[int, tuple[int, bool]] = field(default_factory=dict)
@@ -56,21 +55,11 @@ class Inputs(Watcher):
                 network=self.networks.setdefault(id(network), len(self.networks)),
                 rows=rows_of(inputs),
                 loaded=loaded,
-                ids=None if loaded else ids_of(inputs, len(largest)),
                 indices=None if loaded else indices(sys._getframe(), len(largest)),
                 arguments=arguments(inputs, largest),
                 place=Moments.here.where,
             )
             recorder.write(one)
-
-
-def ids_of(inputs: list, count: int) -> array | None:
-    """Return the samples' indices, if an input of another length may contain them."""
-    for one in inputs:
-        if one.dim() == 1 and not one.is_floating_point() and 1 < len(one) != count:
-            values = array("q", one.tolist())
-            return values if len({*values}) == len(values) else None
-    return None
 
 
 def arguments(inputs: list, largest) -> dict[int, tuple[int, bool]]:

@@ -291,11 +291,8 @@ def looped(job: Job) -> list[Reads]:
     """Return the samples read without a DataLoader until a repeat, and later epochs."""
     if any(one.loaded for one in job.of(Input)):
         raise NotJudged("no DataLoader feeds the steps of every rank")
-    lists = [[x.ids for x in one] for one in inputs(job)]
-    ids = all(all(one) and len(before_a_repeat(one)) > 3 for one in lists)
-    if not ids:
-        lists = contents(job)
-        ids = lists[0][0] is inputs(job)[0][0].indices
+    lists = contents(job)
+    ids = lists[0][0] is inputs(job)[0][0].indices
     whole = Reads(lists, "", False, index=False)
     ranks = [before_a_repeat(one) for one in lists]
     shortest, end = min(map(len, ranks)), min(map(len, lists))

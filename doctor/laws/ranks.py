@@ -44,7 +44,7 @@ class Ranks(Watcher):
     """Records statistics of batches, inputs, targets, losses and gradients."""
 
     def __init__(self):
-        self.gradients, self.targets, self.facts = {}, [], {}
+        self.gradients, self.targets, self.facts, self.moves = {}, [], {}, False
         self.pending = deque(maxlen=128)
 
     def hooks(self) -> None:
@@ -91,8 +91,10 @@ class Ranks(Watcher):
             return
         values = {}
         for number, one in enumerate(inputs[:2], 1):
-            if not (one.is_leaf and one.requires_grad):  # a sampler's or an attack's
+            moves = one.is_leaf and one.requires_grad  # such as an attack's image
+            if not (moves and self.moves):
                 values |= measured(f"input {number} of the network", one)
+            self.moves |= moves
         self.keep(None, values)
         modes = [one.training for one in network.modules()]
         trainable = sum(one.requires_grad for one in network.parameters())

@@ -4,7 +4,7 @@ import time
 from collections import Counter, defaultdict, deque
 from statistics import fmean, median
 
-from ..event import Event
+from ..event import Event, Exit
 from ..job import Process
 from ..law import SLOW, Breach, Law, check, need
 from ..moments import Moments, Wraps
@@ -197,7 +197,7 @@ def bottleneck(job):
     Look at the last lines of the report, which show how long each part takes.
     """
     wall, steps = walls(job), [timed(process) for process in job.processes]
-    need(any(parts(x)["backward"] for y in steps for x in y), "no backward pass")
+    need(any([x.passes for x in job.of(Exit)] or [1]), "no backward pass was seen")
     if slow := slowest(steps, wall) or in_turn(steps):
         yield slow
         return

@@ -167,7 +167,7 @@ def check_steps(
         rows = [*zip(*(rank.steps for rank in ranks), strict=False)]
         for number, row in enumerate(rows[:most], 1):
             counts = [len(own.images) for own in row]
-            if sum(counts) != images:
+            if sum(counts) != images or max(counts) > -(-images // len(row)):
                 right = [batch] * len(row)
                 expect(f"images per process in step {number}", counts, right)
             weights = row[0].before.double()
@@ -181,7 +181,7 @@ def check_steps(
             right = -(rate or row[0].lr) * velocity[part]
             if (moved - right).norm() > rounding * right.norm():
                 text = f"step {number} does not do what plain SGD does with the same"
-                text += f" {batch * len(row)} images"
+                text += f" {sum(counts)} images"
                 text += f" and a gradient norm of at most {max_norm}" * (max_norm < 9)
                 ratio = moved.norm().item() / right.norm().item()
                 how = f"moves the weights {ratio:.2f} times as far"

@@ -111,6 +111,7 @@ class Watch(Watcher):
         wrap(torch.amp.GradScaler, "step", self.scaler_step)
         wrap(nn.init, "kaiming_uniform_", self.start)
         wrap(torch, "save", self.save)
+        wrap(nn.functional, "batch_norm", self.batch_norm)
         sys.addaudithook(self.audit)
         names = [(dist, name) for name in ("send", "recv", "isend", "irecv")]
         names += [(dist.Store, "get"), (dist.Store, "multi_get")]
@@ -157,6 +158,10 @@ class Watch(Watcher):
             moved = event != "open" and path.name == CHECKPOINT.name
             self.last.lost_checkpoints += moved
 
+    def batch_norm(self, call, *args, **kwargs):
+        self.of_batch = bool(kwargs.get("training", any(args[5:6])))
+        return call(*args, **kwargs)
+
     def scale(self, call, scaler, *args, **kwargs):
         scaler.set_growth_interval(7)  # the scale changes during the run
         self.scales = scaler.get_scale() > 1
@@ -172,8 +177,6 @@ class Watch(Watcher):
         if isinstance(layer, DDP) and grad and layer.require_backward_grad_sync:
             hooks = layer._comm_hooks  # they call collectives themselves
             self.sent += sum(one.numel() for one in layer.parameters() if not hooks)
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            self.of_batch = layer.training or layer.running_mean is None
         if isinstance(layer, nn.Linear):
             self.now.dtypes.add(str(output.dtype))
             if layer.in_features == 8:
@@ -292,6 +295,7 @@ def be_rank(run: "Run", variables: dict[str, str]) -> None:
     if variables["RANK"] != "0":
         time.sleep = lambda s: threading.current_thread() is main or sleep(s)
         time.time = lambda: clock() + 1000
+        time.time_ns = lambda: int(1e9 * time.time())
         os.getppid = os.getpid
     try:
         with Reads():
