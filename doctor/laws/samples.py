@@ -331,7 +331,7 @@ def read_again(job):
         pairs = [*zip(new[1:3], old[at + 1 :], strict=False)] * (laps[0] == laps[1])
         if part and (anew or (at and pairs and all(same_batch(*x) for x in pairs))):
             what = f"after the resume from {base(one.path)}, reading begins at batch "
-            what += f"{at + 1} of {len(old)} that were read before the file was saved"
+            what += f"{at + 1} of the {len(old)} that were read before the save"
             yield Breach(what, begun.place)
 
 
