@@ -54,8 +54,8 @@ class Objects:
         """
         if self.found is None:
             self.search()
-        (main, *others), owners, copies = namespaces(sys._getframe()), [], []
-        layers = set()
+        (main, *others), owners = namespaces(sys._getframe()), []
+        copies, layers, found = [], set(), {}
         for kind, reference in self.networks:
             own = dict(getattr(reference(), "named_parameters", dict)())
             if any(id(one) in weights for one in own.values()):
@@ -68,7 +68,6 @@ class Objects:
                 used = used_by(type(one)) if id(one) in layers else ()
                 for name, x in [*own.items()]:
                     owners.append((f"{LAYER * (name in used)}{kind}.", {name: x}))
-        found = {}
         for prefix, own in [main, *owners, *copies, *others]:
             for name, one in [*own.items()]:
                 parts = nested(one, "", 2 * bool(prefix and name[0] != "_"))

@@ -190,9 +190,8 @@ def test_a_watched_run_has_the_same_weights(name, tmp_path, digits):
             ended = run_torchrun(folder, command)
             assert ended.returncode == 0, ended.stderr
         else:
-            found, ended = watch(
-                folder, shlex.split(command), *[kind][kind[0] != "-" :]
-            )
+            flags = ["--cpu"] * (kind == "--cpu")
+            found, ended = watch(folder, shlex.split(command), *flags)
             assert not bad(found["findings"]) and len(found["verdicts"]) == 10
             assert valid(found) and "own error" not in json.dumps(found)
             assert ("Emulated on the CPU" in ended.stderr) == (kind == "--cpu")

@@ -387,8 +387,6 @@ def test_what_a_checkpoint_holds():
     ):
         report = judged([file, event(Saved, 4, **good | values)], [])
         assert (law(report, 8), named(report)) == (state, wanted)
-    used = [event(Saved, 4, **good | {"holds": []}), event(Resumed, 9, path="a.pt")]
-    assert named(judged([file, *used], [])) == {"no_optimizer": "note"}
     two = [event(Saved, 4, **good | x) for x in ({"holds": []}, {"path": "last.pt"})]
     assert not judged([file, *two], []).findings
     parts = [[event(Cut, 4, path="a.pt", names=["net.weight"])] for _ in range(2)]

@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from ..event import Event
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, check, need, several
 from ..loaders import leaves
-from ..moments import Moments, Step
+from ..moments import Moments
 from ..record import place, recorder, torch, wrap
 from ..sample import digest, numbers
 from ..watcher import Watcher
-from .files import LAW, Opened, Resumed, base
+from .files import LAW, Opened, base
 from .meeting import hangs
 from .states import kept
 
@@ -279,16 +279,13 @@ def no_optimizer(job):
     saved = checkpoints(job)
     last = [own[-1] for _, own in saved]
     complete = any(one.has and {*one.has} <= {*one.holds} for one in last)
-    end = max((one.step for one in job.of(Step)), default=0)
     for (path, own), one in zip(saved, last, strict=True):
         if any(x.live or x.taken is not None for x in own):
             raise Doubt(f"{base(path)} has tensors that may have changed since")
         missing = [name for name in one.has if name not in one.holds]
         if missing and ((one.counts and one.whole) or one.holds) and not complete:
             what = f"{base(path)} lacks the state of the {' and the '.join(missing)}"
-            # A file that only the job's end reads has the best weights, for use
-            uses = [x.step > end for x in job.of(Resumed) if x.path == path]
-            yield Breach(what, one.place, level=NOTE * (uses != [] and all(uses)))
+            yield Breach(what, one.place)
         elif one.whole:
             more = f" and the state of the {' and the '.join(one.holds)}"
             yield f"{base(path)} has {one.whole} whole weights{more * bool(one.holds)}"

@@ -26,13 +26,6 @@ class Opened(Event, limit=300):
     place: str
 
 
-class Resumed(Event, limit=20):
-    """A network runs for the first time after torch.load()."""
-
-    path: str
-    rest: int  # number of the file's tensors that no load_state_dict() got
-
-
 class Files(Watcher):
     """Records which files a process writes."""
 

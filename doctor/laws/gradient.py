@@ -214,9 +214,8 @@ def reason_of(job: Job, row: list[Update], names: list[str]) -> tuple:
     if not layouts and equal_steps(job, one.step):
         mend = "Change nothing if you average weights instead of gradients."
         return "their weights become equal again, as in local SGD", mend, NOTE
-    own, used = sums(row), final(row)
-    mean = [x / len(row) for x in summed_up(own)]
-    pairs = zip(own, used, strict=True)
+    mean = [x / len(row) for x in summed_up(sums(row))]
+    pairs = zip(sums(row), final(row), strict=True)
     if layouts and all(math.dist(x, mean) < math.dist(x, y) for y, x in pairs):
         need(len({x.step for x in job.of(Exit)}) < 2, "the numbers of steps differ")
         mend = "Change gradients alike on all ranks, for example with noise that one "

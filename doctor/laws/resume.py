@@ -12,7 +12,7 @@ from ..neighbours import Input
 from ..record import place, recorder, torch, wrap
 from ..watcher import Watcher
 from .checkpoints import Checkpoints, Saved, floats, has, no_optimizer, parts, path_of
-from .files import LAW, Resumed, base
+from .files import LAW, base
 
 
 class Loaded(Event, limit=50):
@@ -30,6 +30,13 @@ class Restored(Event, limit=200):
     lost: bool  # no name in the file matches
     own: bool  # its argument contained the network's own current tensors
     place: str
+
+
+class Resumed(Event, limit=20):
+    """A network runs for the first time after torch.load()."""
+
+    path: str
+    rest: int  # number of the file's tensors that no load_state_dict() got
 
 
 class Resumes(Watcher):

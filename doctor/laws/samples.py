@@ -308,28 +308,26 @@ def read_again(job):
     saved, passes, fed, now, resumed = {}, {}, None, None, []
     for one in job.processes[0].launches:
         if isinstance(one, Epoch):
-            passes[one.loader] = [one, [], 0]  # its batches; those that steps used
-            now = one.loader
+            now = passes[one.loader] = [one, [], 0]  # batches; number that steps used
         elif isinstance(one, Batch) and one.loader in passes:
             passes[one.loader][1].append(one)
         elif isinstance(one, Step) and one.loader in passes:
-            fed = one.loader
-            passes[fed][2] = len(passes[fed][1])
-        elif isinstance(one, Kept) and one.moment == "saved" and fed in passes:
-            begun, read, used = passes[fed]
-            saved[one.mark] = begun, read[:used]
+            fed = passes[one.loader]
+            fed[2] = len(fed[1])
+        elif isinstance(one, Kept) and one.moment == "saved" and fed:
+            saved[one.mark] = fed[0], fed[1][: fed[2]]
         elif isinstance(one, Kept) and one.moment == "loaded" and one.mark in saved:
-            if one.mark and len(passes[now][1]) == 1:
-                resumed.append((one, *saved[one.mark], *passes[now][:2]))
+            if one.mark and len(now[1]) == 1:
+                resumed.append((one, *saved[one.mark], *now[:2]))
     for one, before, old, begun, new in resumed:
         at = next((n for n, x in enumerate(old) if same_batch(new[0], x)), None)
         if at is None or before.place != begun.place or new[0] is old[0]:
             continue
         part = 1 < len(old) < (before.length or math.inf)
-        anew = at == 0 and before.length and before.length == begun.length
+        begins = at == 0 and before.length and before.length == begun.length
         laps = [sum(same_batch(x, y) for y in old) for x in (new[0], old[-1])]
         pairs = [*zip(new[1:3], old[at + 1 :], strict=False)] * (laps[0] == laps[1])
-        if part and (anew or (at and pairs and all(same_batch(*x) for x in pairs))):
+        if part and (begins or (at and pairs and all(same_batch(*x) for x in pairs))):
             what = f"after the resume from {base(one.path)}, reading begins at batch "
             what += f"{at + 1} of the {len(old)} that were read before the save"
             yield Breach(what, begun.place)

@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 tutorial/labs/capstone.py
 
 It should do what one process does with batches of 16 images: each epoch shuffles the
-96 training images and divides them anew, each image gets its own noise, the learning
+96 training images before it divides them, each image gets its own noise, the learning
 rate falls from 0.1 to almost 0 at the end, and each epoch ends by printing the accuracy
 on the 33 validation images. If a run is killed, the next run continues after the last
 complete epoch, and ends with the same weights as a run that was never interrupted.
