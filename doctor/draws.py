@@ -73,6 +73,9 @@ class Draws(Watcher):
     def __init__(self):
         self.counts, self.inside, self.shared = Counter(), False, False
         self.last = None  # the last order: its step and hash
+        self.lines = (
+            set()
+        )  # lines that draw orders, until their first one after the watch
         self.passes = 0  # number of backward passes before this step
 
     def hooks(self) -> None:
@@ -125,12 +128,16 @@ class Draws(Watcher):
         """Record an order that a line of the script has drawn."""
         caller = sys._getframe(3).f_code.co_filename
         known = not caller.startswith((*not_the_users(), LIBRARY)) and runs_normally()
-        if known and recorder.watching and not recorder.full(Order):
+        if known and (recorder.watching or self.lines) and not recorder.full(Order):
             size, few = shuffled(things)
             now = (recorder.step, digest(few)) if size >= MANY else self.last
             last, self.last = self.last, now
-            if now != last:  # from_numpy() notes it again
-                recorder.write(Order(place=place(), size=size, value=now[1]))
+            if now == last:
+                return  # from_numpy() notes it again
+            where, watching = place(), recorder.watching
+            if watching or where in self.lines:
+                recorder.write(Order(place=where, size=size, value=now[1]))
+            self.lines = self.lines | {where} if watching else self.lines - {where}
 
     def generator(self, call, *args, **kwargs):
         result = call(*args, **kwargs)
@@ -270,14 +277,15 @@ def parts_of_orders(job: Job) -> str:
         fit = [n > 3 * b and -b < n - part <= len(lists) for n, b in counts]
         if counts and len(sizes) == 1 and other and all(fit):
             text = f"{line} draws a different order of {min(sizes):,} on each rank, "
-            return f"{text}and a rank reads about {counts[0][0]:,} of them"
+            return f"{text}and a rank reads about {part:,.0f} of them"
     return ""
 
 
 def between(process, one: Order, other: Order) -> tuple[int, int]:
     """Return how many samples networks get between two draws, and a batch's size.
 
-    If other orders between them contain as many, return the number of these files, 1.
+    After the watched steps, this assumes batches of the same sizes. If other orders
+    between the draws contain as many samples, return the number of these files, 1.
     """
     own = [x for x in process.of(Input) if one.step <= x.step < other.step]
     if any(x.arguments for x in own):
@@ -287,6 +295,9 @@ def between(process, one: Order, other: Order) -> tuple[int, int]:
     samples, batch = sum(sizes), max(sizes, default=0)
     if parts and abs(sum(x.size for x in parts) - samples) < batch:
         return len(parts), 1
+    seen = own[-1].step + 1 - one.step if own else 0  # watched steps
+    if own and (steps := other.step - one.step) > seen:
+        samples = samples * (steps - 1) // seen + 1  # the last batch may be incomplete
     return samples, batch
 
 

@@ -1,5 +1,6 @@
 """Read what the processes of a finished job have recorded."""
 
+import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -12,6 +13,11 @@ from .loaders import Batch, Epoch, EpochEnd
 from .moments import Step, Wraps
 
 Kind = TypeVar("Kind", bound=Event)
+LOST = re.compile(
+    r"onnection (closed|reset|refused)|roken pipe|recvValue failed|Socket Timeout|"
+    r"Process(Raised|Exited)Exception|ChildFailedError|Horovod has been shut down|"
+    r"HorovodInternalError|NCCL error"
+)
 
 
 @dataclass
@@ -178,6 +184,11 @@ def waiting(process: Process) -> Waits | None:
         events += long[-1:]
     one = events[-1] if events else None
     return one if isinstance(one, Waits) and one.what else None
+
+
+def errors(job: Job) -> list[Failed]:
+    """Return the errors that ended processes, with errors caused by others last."""
+    return sorted(job.of(Failed), key=lambda one: bool(LOST.search(one.text)))
 
 
 def ended(job: Job) -> list[Process]:

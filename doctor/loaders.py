@@ -58,7 +58,6 @@ class Pass:
     loader: int
     epoch: int
     stream: bool = False
-    kept: bool = False  # persistent workers have read an earlier pass
     batches: int = 0
     steps: int = 0
     ended: bool = False
@@ -107,8 +106,7 @@ class Loaders(Watcher):
         wrap(iterator, "__next__", self.next_batch)
 
     def iterate(self, call, loader):
-        kept = getattr(loader, "_iterator", None) is not None  # persistent workers
-        if kept:
+        if getattr(loader, "_iterator", None) is not None:  # persistent workers
             loader._iterator.__dict__["_doctor_indices"] = deque()
         known = self.loaders.get(id(loader))
         if known is None or known["loader"]() is not loader:
@@ -118,7 +116,7 @@ class Loaders(Watcher):
         known["epoch"] += 1
         base, subsets = inside(loader.dataset)
         stream = isinstance(base, torch.utils.data.IterableDataset)
-        own = self.fetching = Pass(known["number"], known["epoch"], stream, kept)
+        own = self.fetching = Pass(known["number"], known["epoch"], stream)
         if loader.num_workers:  # workers inherit the environment
             os.environ["DOCTOR_PASS"] = f"{own.loader} {own.epoch}"
         iterator = call(loader)

@@ -30,7 +30,7 @@ class Feed(Event, limit=1000):
     repeats: bool  # it draws with replacement
     sampler: dict[str, int]  # its seed, epoch, rank and num_replicas
     workers: int
-    data: dict[str, tuple]  # see signature(); later, only of persistent workers
+    data: dict[str, tuple]  # see signature()
     part: array | None  # the samples that subsets choose
     fields: dict[str, float] = field(default_factory=dict)  # numbers in the dataset
 

@@ -17,16 +17,15 @@ PLAIN = int, float, str, bytes, bool, complex, type(None)
 READ = list.__getitem__, tuple.__getitem__, deque.__getitem__  # no code of the script
 
 
-def signature(dataset, copied: bool = False) -> dict[str, tuple[int, int, int | None]]:
+def signature(dataset) -> dict[str, tuple[int, int, int | None]]:
     """Return {attribute: three numbers} for the lists and arrays of a dataset.
 
     They are its length, a hash of a few entries in order, and one of all in any order.
-    With `copied`, leave out what loader processes may share with this process, or fill.
     """
     found = {}
     with contextlib.suppress(Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # for read-only arrays
-        _search(inside(dataset)[0], "", 0, found, copied)
+        _search(inside(dataset)[0], "", 0, found)
     return found
 
 
@@ -42,10 +41,8 @@ def plain(dataset) -> dict[str, float]:
     return found
 
 
-def _search(value, name: str, depth: int, found: dict, copied: bool) -> None:
+def _search(value, name: str, depth: int, found: dict) -> None:
     if isinstance(value, (torch.nn.Module, *PLAIN)) or len(found) > 40:
-        return
-    if copied and _shared(value):
         return
     if _is_array(value):
         if value.ndim and len(value) > 1:
@@ -61,23 +58,12 @@ def _search(value, name: str, depth: int, found: dict, copied: bool) -> None:
             found[name] = _entries(value)
         elif depth < 4 and len(value) < 17:
             for number, one in enumerate(inner):
-                _search(one, f"{name}[{number}]", depth + 1, found, copied)
+                _search(one, f"{name}[{number}]", depth + 1, found)
     elif depth < 4:
         fields = value if isinstance(value, dict) else getattr(value, "__dict__", {})
         for key, one in fields.items() if len(fields) < 100 else ():
             if isinstance(key, str):
-                _search(one, f"{name}.{key}".lstrip("."), depth + 1, found, copied)
-
-
-def _shared(value) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.is_shared() or not value.untyped_storage().resizable()
-    if isinstance(value, list):
-        return None in value[:ALL]  # a cache
-    base = getattr(value, "base", None)
-    while type(base).__name__ == "ndarray":
-        base = base.base
-    return base is not None
+                _search(one, f"{name}.{key}".lstrip("."), depth + 1, found)
 
 
 def _is_array(value) -> bool:

@@ -19,7 +19,7 @@ from conftest import ROOT, run
 from test_doctor_steps import event, judged, known, law, made, one_pass, written
 from torch.utils.data import DataLoader, TensorDataset
 
-from doctor.draws import Drawn, Made, Order, Own, shuffled
+from doctor.draws import Drawn, Draws, Made, Order, Own, shuffled
 from doctor.event import Exit, Failed, Waits
 from doctor.job import Job, Process, read
 from doctor.law import examine
@@ -40,6 +40,7 @@ from doctor.neighbours import Input, Targets
 from doctor.numbers import numbers, results
 from doctor.objects import count_of, indices, variables
 from doctor.reads import Feed
+from doctor.record import recorder
 from doctor.results import Measured as Result
 from doctor.results import Printed, Results, Scored
 from doctor.sample import hashes, positions
@@ -298,6 +299,25 @@ def test_the_orders_that_a_loop_draws():
         assert named(report(*ranks, steps=40)) == wanted
 
 
+@pytest.mark.parametrize(("last", "wanted"), [(30, {"left_out"}), (33, set())])
+def test_an_order_lasts_longer_than_the_watch(last, wanted):
+    """Each rank reads 240 samples while doctor watches, and 12 in each later step."""
+    ranks = [loop(ORDERS[0][n::2], noise=0) for n in (0, 1)]
+    for (n, own), step in product(enumerate(ranks), (0, last)):
+        own.append(event(Order, step, place="a.py:5", size=720, value=step + n))
+    assert named(report(*ranks)) == wanted
+
+
+def test_each_lines_first_order_after_the_watch_is_recorded(monkeypatch):
+    found, draws = written(monkeypatch), Draws()
+    for step in (5, 6, 41, 45):
+        monkeypatch.setattr(recorder, "step", step)
+        draws.order(lambda x: x, [*range(9)])
+        if step > 40:
+            draws.order(lambda x: x, [*range(8)])  # a new line
+    assert len(found) == 3
+
+
 @pytest.mark.parametrize(("parts", "wanted"), [(12, {"left_out"}), (11, set())])
 def test_ranks_that_read_some_of_the_files_of_their_own_orders(parts, wanted):
     """Each rank reads 120 samples per draw: all 10 in each of 12 of the 24 files."""
@@ -364,10 +384,6 @@ def test_persistent_workers_keep_the_epoch():
         draw = event(Draw, where="fetch", **draw)
         found = report(*([*own, draw] for own in ranks), steps=0)
         assert named(found) == wanted
-    ranks = [fed([x, x[::-1]], 2) for x in HALVES]
-    for one in each(Feed, ranks):
-        one.data = {"pairs": (64, one.epoch, 1)}  # of persistent workers
-    assert named(report(*ranks, steps=0)) == {"outdated_dataset"}
 
 
 def test_a_new_loader_of_the_same_line_continues_one_in_a_cycle():
@@ -799,6 +815,18 @@ def test_a_port_of_the_command_line_is_not_the_scripts(port, own, monkeypatch):
     found = written(monkeypatch)
     Places.here.join(lambda *a, **k: None, "gloo", f"tcp://127.0.0.1:{port}", rank=3)
     assert [(one.own, one.number) for one in found] == [(own, 3)]
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_a_rank_that_fails_because_the_other_one_leaves_the_loop(step):
+    """A library ends rank 0, without a Python error, while rank 1 is in backward()."""
+    failed = event(Failed, step, text="Connection closed by peer", place="a.py:7")
+    call = event(Call, 3, name="all_reduce", place="a.py:9")
+    job = made([call], [failed], steps=0)
+    job.processes[0].events = job.processes[0].events[:-1]  # without Exit
+    found = examine(job)
+    assert named(found) == {"collectives_differ" if step == 3 else "ends_with_an_error"}
+    assert ("does not and is at a.py:7 instead" in str(found.findings)) == (step == 3)
 
 
 @pytest.mark.parametrize("other", ["bac", "abd"])

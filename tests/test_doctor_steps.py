@@ -375,7 +375,7 @@ def test_the_modes_of_networks_and_passes(right):
 
 def test_what_a_checkpoint_holds():
     good = {"path": "a.pt", "whole": 6, "has": ["optimizer"], "counts": True}
-    good |= {"holds": ["optimizer"], "taken": None, "place": "a.py:5"}
+    good |= {"holds": ["optimizer"], "taken": None, "place": "a.py:5", "loads": True}
     file = event(Opened, path="a.pt", saved=True)
     for state, wanted, values in (
         ("held", {}, {}),
@@ -383,12 +383,14 @@ def test_what_a_checkpoint_holds():
         ("not judged", {}, {"live": True}),
         ("broken", {"live_snapshot": "RISK"}, {"taken": 3}),
         ("broken", {"no_optimizer": "RISK"}, {"holds": []}),
+        ("not judged", {}, {"holds": [], "loads": False}),  # such as the best weights
         ("broken", {"lacking": "RISK"}, {"missing": ["norm.running_mean"]}),
     ):
         report = judged([file, event(Saved, 4, **good | values)], [])
         assert (law(report, 8), named(report)) == (state, wanted)
     two = [event(Saved, 4, **good | x) for x in ({"holds": []}, {"path": "last.pt"})]
-    assert not judged([file, *two], []).findings
+    tested = [file, two[0], event(Restored, 9, what="weights")]
+    assert not judged([file, *two], []).findings + judged(tested, []).findings
     parts = [[event(Cut, 4, path="a.pt", names=["net.weight"])] for _ in range(2)]
     assert named(judged([file, *parts[0]], [])) == {"shards_saved": "WRONG"}
     assert not named(judged(*parts))

@@ -1,6 +1,7 @@
 """Law 8: files are complete, and have one writer. Checks what checkpoints contain."""
 
 import contextlib
+import linecache
 import os
 import sys
 import threading
@@ -9,11 +10,11 @@ from collections.abc import Iterable
 from ..event import Event
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, check, need, several
 from ..loaders import leaves
-from ..moments import Moments
+from ..moments import Moments, Step
 from ..record import place, recorder, torch, wrap
 from ..sample import digest, numbers
 from ..watcher import Watcher
-from .files import LAW, Opened, base
+from .files import LAW, Opened, Restored, base
 from .meeting import hangs
 from .states import kept
 
@@ -36,6 +37,7 @@ class Saved(Event, limit=200):
     others: int  # number of this process's older files with weights that still exist
     place: str
     names: list[str] = ()  # trained weights whose values are in the file
+    loads: bool = True  # the code beside the line that saves calls load_state_dict()
 
 
 class Cut(Event, limit=200):
@@ -163,6 +165,7 @@ class Checkpoints(Watcher):
         integers = [x for x in top if torch.is_tensor(x) and not x.is_floating_point()]
         held = has(obj, "param_groups") or any(self.keys & x.keys() for x in found)
         live = [x for _, y in [*Moments.here.known.values()] if (x := y()) is not None]
+        code = linecache.getlines(where.rpartition(":")[0])
         return {
             "whole": len(pairs.keys() & known.keys()),
             "names": within({Moments.here.name(x): x for x in live}, tensors),
@@ -174,6 +177,7 @@ class Checkpoints(Watcher):
             "has": sorted(self.states),
             "counts": any(isinstance(one, int) for one in top)
             or (not is_state(obj) and any(x.numel() == 1 for x in integers)),
+            "loads": any("load_state_dict" in line for line in code),
             "place": where,
         }
 
@@ -279,12 +283,16 @@ def no_optimizer(job):
     saved = checkpoints(job)
     last = [own[-1] for _, own in saved]
     complete = any(one.has and {*one.has} <= {*one.holds} for one in last)
+    end = max((x.time for x in job.of(Step)), default=0.0)
+    tests = any(x.what == "weights" and x.time > end for x in job.of(Restored))
     for (path, own), one in zip(saved, last, strict=True):
         if any(x.live or x.taken is not None for x in own):
             raise Doubt(f"{base(path)} has tensors that may have changed since")
         missing = [name for name in one.has if name not in one.holds]
         if missing and ((one.counts and one.whole) or one.holds) and not complete:
             what = f"{base(path)} lacks the state of the {' and the '.join(missing)}"
+            if tests or not one.loads:
+                raise Doubt(f"{what}, but perhaps no run resumes from it")
             yield Breach(what, one.place)
         elif one.whole:
             more = f" and the state of the {' and the '.join(one.holds)}"

@@ -26,6 +26,15 @@ class Opened(Event, limit=300):
     place: str
 
 
+class Restored(Event, limit=200):
+    """The script has called load_state_dict()."""
+
+    what: str  # weights, optimizer or schedule
+    lost: bool  # no name in the file matches
+    own: bool  # its argument contained the network's own current tensors
+    place: str
+
+
 class Files(Watcher):
     """Records which files a process writes."""
 

@@ -1,13 +1,12 @@
 """Law 9: all ranks make the same calls, take the same steps, and finish."""
 
-import re
 import sys
 from collections import Counter
 from dataclasses import field
 from itertools import compress, groupby, zip_longest
 
 from ..event import Event, Exit, Failed
-from ..job import behind, ended, stuck, waiting
+from ..job import LOST, behind, ended, errors, stuck, waiting
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, Law, check, need, several
 from ..loaders import Epoch
 from ..moments import Moments, Step, Wraps, whole
@@ -23,12 +22,6 @@ ROOTS |= {"broadcast_object_list": 1, "gather_object": 2, "broadcast_": 1}
 COUNTS = 4096  # largest size of a table of counts, such as a confusion matrix
 SUMS = "all_reduce", "reduce", "broadcast"
 UNEVEN = "all_to_all_single", "allgather"  # sizes may differ between ranks
-LOST = re.compile(
-    r"onnection (closed|reset|refused)|roken pipe|recvValue failed|Socket Timeout|"
-    r"Process(Raised|Exited)Exception|ChildFailedError|Horovod has been shut down|"
-    r"HorovodInternalError|NCCL error"
-)
-
 ORDER = "Use the same order on all ranks, such as sorted(names): a set has no order."
 ZEROS = "Sum zeros for weights without a gradient, instead of skipping them."
 LEAVES = "Leave the loop on all ranks together: all_reduce() the number that ends it."
@@ -155,11 +148,6 @@ def given(values: list) -> list[str]:
     return [Moments.here.name(one) for one in trained() if one.data_ptr() in own]
 
 
-def errors(job) -> list[Failed]:
-    """Return the errors that ended processes, with errors caused by others last."""
-    return sorted(job.of(Failed), key=lambda one: bool(LOST.search(one.text)))
-
-
 @check(LAW, RISK, general=True, needs=[Step], read="pitfall 12")
 def steps_differ(job):
     """The ranks take different numbers of optimizer steps.
@@ -250,10 +238,15 @@ def collectives_differ(job):
             without = job.processes[calls.index(None)]
             one = next(one for one in calls if one)
             known = stuck(job) or without in gone or behind(job, without, one)
+            # Gloo or NCCL has ended rank `one`, and this rank has lost it elsewhere
+            lost = [x for x in without.of(Failed) if LOST.search(x.text)]
+            known = known or any(x.step == one.step for x in lost)
             need(known, "the job ended between two collectives")
             what = f"rank {one.rank} calls {one.name}(), rank {without.rank} does not"
             if wait := waiting(without):
                 what += f" and waits in {wait.what}() at {wait.place} instead"
+            elif lost:
+                what += f" and is at {lost[0].place} instead"
             leaves = one.name == "destroy_process_group"
             yield Breach(what, one.place, mend=LEAVES * leaves)
             return

@@ -8,7 +8,6 @@ from ..law import RISK, WRONG, Breach, Doubt, check, need, several
 from ..moments import Step
 from ..neighbours import before_a_repeat, contents, tells
 from ..reads import Feed, feeds, loaded
-from .randomness import LAW as RANDOM
 from .randomness import Draw
 from .samples import LAW, left_out, where
 
@@ -88,21 +87,4 @@ def outdated(job: Job) -> str:
             if new != old == now.get(0, {}).get(name):
                 text = f"in epoch {one.epoch}, {name} is {new} in the main process, "
                 return f"{text}but {old} in the loader's processes"
-    first = own[0].data if own else {}
-    for one in own[1:]:
-        for name in first.keys() & one.data.keys():
-            if one.data[name] != first[name]:
-                text = f"in epoch {one.epoch}, {name} of the dataset has new contents "
-                return f"{text}in the main process, but not in the loader's processes"
     return ""
-
-
-@check(RANDOM, RISK, needs=[Step], causes=[same_order], read="pitfall 9")
-def outdated_dataset(job):
-    """The loader's persistent processes keep an old copy of the dataset.
-
-    Omit persistent_workers, or keep what changes in a tensor with share_memory_().
-    Not a mistake if: what changes matters to the main process only.
-    """
-    if what := outdated(job):
-        yield Breach(what, where(job))

@@ -6,11 +6,12 @@ import re
 import sys
 
 from ..event import Failed, Joins, Rank
+from ..job import errors
 from ..law import RISK, WRONG, Breach, check, need
 from ..moments import Step
 from ..record import place, recorder, torch, wrap
 from ..watcher import Watcher
-from .meeting import EFFECTS, LAW, batch_counts_differ, collectives_differ, errors
+from .meeting import EFFECTS, LAW, batch_counts_differ, collectives_differ
 
 SPAWNED = "spawn_main" in str(sys.orig_argv)  # its parent may have chosen the port
 PORT = "" if SPAWNED else os.environ.get("MASTER_PORT", "")

@@ -12,7 +12,7 @@ from ..neighbours import Input
 from ..record import place, recorder, torch, wrap
 from ..watcher import Watcher
 from .checkpoints import Checkpoints, Saved, floats, has, no_optimizer, parts, path_of
-from .files import LAW, base
+from .files import LAW, Restored, base
 
 
 class Loaded(Event, limit=50):
@@ -20,15 +20,6 @@ class Loaded(Event, limit=50):
 
     path: str | None
     schedule: bool  # also a scheduler's state
-    place: str
-
-
-class Restored(Event, limit=200):
-    """The script has called load_state_dict()."""
-
-    what: str  # weights, optimizer or schedule
-    lost: bool  # no name in the file matches
-    own: bool  # its argument contained the network's own current tensors
     place: str
 
 

@@ -69,7 +69,6 @@ class Samples(Watcher):
         names = [type(x).__name__ for x in (loader.sampler, loader.batch_sampler)]
         values = {x: getattr(loader.sampler, x, None) for x in SETTINGS + REPEATS}
         first = own.epoch == 0
-        kept = own.kept and own.epoch < 3
         feed = Feed(
             loader=own.loader,
             epoch=own.epoch,
@@ -78,7 +77,7 @@ class Samples(Watcher):
             repeats=bool(getattr(loader.sampler, "replacement", False)),
             sampler={k: x for k, x in values.items() if isinstance(x, int)},
             workers=loader.num_workers,
-            data=signature(loader.dataset, not first) if first or kept else {},
+            data=signature(loader.dataset) if first else {},
             fields=plain(loader.dataset),
             part=part(loader.dataset) if first else None,
         )

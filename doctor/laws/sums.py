@@ -28,7 +28,7 @@ LOCAL = re.compile(
     r"(?i)\b(rank|local|own|this|shard|worker|proc|gpu|node|client|fold|agent)|^\W*\d+\]"
 )
 RANKS = "which is the mean of the ranks' own values"
-ORDERS = "topk sort argsort argmax argmin max min".split()
+ORDERS = "topk sort argsort argmax argmin max min gather diag diagonal".split()
 Rows = list[tuple[Call, ...]]  # calls of collectives, one per rank
 
 
