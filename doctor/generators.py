@@ -16,6 +16,7 @@ class Seed(Event, limit=300):
     generator: str
     call: str
     place: str
+    state: int = 0  # a hash of the state, if the script has set a whole state
 
 
 def called(name: str) -> str:

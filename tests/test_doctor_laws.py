@@ -318,6 +318,23 @@ def test_each_lines_first_order_after_the_watch_is_recorded(monkeypatch):
     assert len(found) == 3
 
 
+@pytest.mark.parametrize(
+    ("own", "other", "end"), [(0, 5, 9), (1, 5, 9), (0, 6, 9), (0, 5, 8)]
+)
+def test_all_ranks_restore_one_state_after_the_watch(own, other, end):
+    """Not if only the script's own generators differed before, or if no step follows."""
+    ranks = []
+    for rank, state in enumerate((5, other)):
+        draw = {"name": "rand", "place": "a.py:3", "own": own}
+        ranks.append([event(Drawn, n, **draw, value=n + 9 * rank) for n in range(5)])
+        call = {"generator": "torch", "call": "set_rng_state()", "state": state}
+        ranks[-1].append(event(Seed, 8, **call))
+    for one in (job := made(*ranks)).of(Exit):
+        one.step = end
+    wanted = (own, other, end) == (0, 5, 9)
+    assert named(examine(job)) == ({"same_random_numbers"} if wanted else set())
+
+
 @pytest.mark.parametrize(("parts", "wanted"), [(12, {"left_out"}), (11, set())])
 def test_ranks_that_read_some_of_the_files_of_their_own_orders(parts, wanted):
     """Each rank reads 120 samples per draw: all 10 in each of 12 of the 24 files."""

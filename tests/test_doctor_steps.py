@@ -29,7 +29,7 @@ from doctor.laws.losses import Losses, outer, terms
 from doctor.laws.meeting import Call
 from doctor.laws.modes import Dropped, Validation
 from doctor.laws.passes import Passes, Update
-from doctor.laws.resume import Loaded, Restored, Resumed, Resumes
+from doctor.laws.resume import Loaded, Restored
 from doctor.laws.schedule import Schedule, Schedules, length
 from doctor.laws.settings import Fitted, fitted, tables_in
 from doctor.laws.states import Replicas, State, summed
@@ -619,7 +619,7 @@ def test_which_weights_are_compared(monkeypatch):
         assert [*named(found)] == [wanted]
     one, other = both(lambda r, n: [n + r * (n % 4 > 0)])  # equal again later
     assert named(judged(one, other)) == {"weights_drift": "note"}
-    one += event(Resumed, 4), event(Resumed, 8)  # by a load alone
+    one += event(Loaded, 4), event(Loaded, 8)  # by a load alone
     assert named(judged(one, other)) == {"weights_drift": "RISK"}
 
 
@@ -655,11 +655,6 @@ def test_a_search_among_a_ranks_own_samples_is_named(count, first, calls, monkey
 
 @pytest.mark.parametrize("other", [1, 2])
 def test_files_and_states_of_two_ranks(other):
-    own = [event(Resumed, 1, path="a.pt", rest=other - 1)]
-    found = judged([*own, event(Opened, path="b", saved=True)], own)
-    assert not named(found) and law(found, 8) == ("held", "not judged")[other - 1]
-    told = " ".join(page(made(own, own), found).split())
-    assert ("1 tensors that no load_state_dict()" in told) == (other > 1)
     ranks = [[event(Opened, path="a.pt", saved=True, mark=x)] for x in (1, other)]
     assert named(judged(*ranks)) == ({"several_save": "WRONG"} if other > 1 else {})
     weights = [event(Restored, 2, what="weights")][2 - other :]  # or it was only read
@@ -683,18 +678,6 @@ def test_a_package_may_write_where_the_script_wants(package, monkeypatch):
     exec(compile(code, f"/a/site-packages/{package}.py", "exec"), space)
     space["write"](Files().audit)
     assert [one.path for one in found] == ["/elsewhere/a.dat"] * (package == "numpy")
-
-
-def test_tensors_that_a_script_loads_itself_are_found(monkeypatch, tmp_path):
-    network, found = torch.nn.Linear(3, 3), written(monkeypatch)
-    watcher, state = Resumes(), {"net": network.state_dict(), "m": torch.randn(9)}
-    state["v"] = [torch.randn(9)]
-    watcher.load(lambda _: state, str(tmp_path / "a.pt"))
-    monkeypatch.setattr(Checkpoints.here, "taken", None)
-    watcher.restore("weights", lambda *_: None, network, state["net"])
-    watcher.on_input(network, [])
-    (one,) = [x for x in found if isinstance(x, Resumed)]
-    assert one.rest == 2
 
 
 def test_passes_of_a_skipped_or_repeated_step_are_not_lost(monkeypatch):

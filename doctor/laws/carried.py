@@ -19,7 +19,7 @@ from ..watcher import Watcher
 from .checkpoints import dictionaries, has, is_state, mark_of, parts, path_of
 from .files import LAW, base
 from .replicas import listed
-from .resume import Restored, Resumed, not_restored
+from .resume import Restored, not_restored
 
 MOST, TENSORS = 8, 300  # limits: objects of a class; arrays, or weights of a network
 METER = re.compile("meter|timer|speed|throughput|log|monitor|profil|progress", re.I)
@@ -179,10 +179,6 @@ def not_carried_on(job):
                 saves.append(one)
             elif isinstance(one, (Kept, Epoch, EpochEnd)):
                 events.append(one)
-    for row in zip(*(process.of(Resumed) for process in job.processes), strict=False):
-        if row[0].rest and len(row) > 1 and len({one.path for one in row}) == 1:
-            what = f"{row[0].rest} tensors that no load_state_dict() of PyTorch gets"
-            unsure.append(f"{base(row[0].path)} has {what}")
     if unsure:
         raise Doubt(listed(unsure))
 

@@ -22,6 +22,7 @@ from .samples import same_samples, undivided
 
 LAW = Law(3, "randomness", "Random streams differ")
 FETCHES = 15  # maximum number of batches to record per pass and process
+STATES = "Save each rank's own state, and restore it on that rank."
 WORKERS = (
     "Seed PyTorch, and a generator given to the DataLoader, by epoch and rank; seed "
     "other generators in worker_init_fn with torch.initial_seed()."
@@ -73,7 +74,9 @@ class Randomness(Watcher):
         if not recorder.full(Seed) and not caller.startswith(not_the_users()[:2]):
             value = args[0] if args and isinstance(args[0], int) else ""
             call = f"{name}({value})"
-            recorder.write(Seed(generator=generator, call=call, place=place()))
+            state = states()[generator][0] if "state" in name else 0
+            given = {"call": call, "place": place(), "state": state}
+            recorder.write(Seed(generator=generator, **given))
         return result
 
     def fetch(self, call, fetcher, indices):
@@ -213,7 +216,28 @@ def same_random_numbers(job):
     need(seen, "torch.compile() hides what the script draws itself")
     need(not new_contents(job), "the samples change at random, but no draw was seen")
     need(held, "no draw from a global generator was seen")
+    for row in zip(*map(restored, job.processes), strict=False):
+        count, same = differing(job), {one.state for one in row}
+        if count and len(same) == 1 and 0 not in same:
+            what = f"after step {row[0].step}, {row[0].call} sets equal states on all "
+            what += f"ranks; before, their generators differed in {count} draws"
+            yield Breach(what, row[0].place, mend=STATES)
+            return
     yield f"the ranks' generators differ {', '.join(held)}"
+
+
+def restored(process) -> list[Seed]:
+    """Return the last event that set PyTorch's generator, if steps follow it."""
+    ends = [one.step for one in process.of(Exit)]
+    found = [one for one in process.of(Seed) if one.generator == "torch"][-1:]
+    return [one for one in found if ends and ends[0] > one.step]
+
+
+def differing(job) -> int:
+    """Return how often the ranks' global PyTorch generators drew and differed."""
+    rows = [x for x in job.rows(Drawn) if x[0].name not in MADE and not x[0].own]
+    count = sum(len({one.value for one in row}) == len(row) for row in rows)
+    return count + equal(draws(job, "forward"))[0].get("torch", []).count(False)
 
 
 def worded(job, place: str, one: Same) -> Breach:
@@ -224,7 +248,8 @@ def worded(job, place: str, one: Same) -> Breach:
     name = "numpy" if one.draws[0].name in MADE else "torch"
     seed, origin = cause(job, name, one.draws)
     if origin:
-        return Breach(f"{one.what} at {place}{origin}", seed)
+        mend = STATES * ("state" in origin)
+        return Breach(f"{one.what} at {place}{origin}", seed, mend=mend)
     return Breach(one.what, place)
 
 
@@ -242,7 +267,7 @@ def new_contents(job) -> bool:
 def advice(name: str, origin: str, draw: Draw) -> str:
     """Return the advice for a generator, or "" for the check's own advice."""
     if "state" in origin:  # set_rng_state(), setstate()
-        return "Save each rank's own state, and restore it on that rank."
+        return STATES
     if draw.worker is not None:
         return WORKERS
     own = name not in ("torch", "cuda")

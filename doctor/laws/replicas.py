@@ -16,7 +16,7 @@ from ..neighbours import Input
 from ..objects import COPY, LAYER
 from .checkpoints import Saved
 from .meeting import Call, collectives_differ, one_network, same_steps, steps_differ
-from .resume import Resumed
+from .resume import Loaded
 from .states import LAW, State, late_network
 
 NONE = "no step with unsharded weights was seen on all ranks"
@@ -85,7 +85,7 @@ def first(
 def equal_steps(job: Job, after: int) -> list[int]:
     """Return later watched steps that begin with equal weights, not just loaded."""
     rows = [x for x in states_of(job, "step", "weights") if x[0].step > after]
-    loads = {one.step for one in job.of(Resumed)}
+    loads = {one.step for one in job.of(Loaded)}
     rows = [row for row in rows if row[0].step not in loads]
     return [row[0].step for row in rows if not differing(row)[0]]
 
@@ -228,6 +228,8 @@ def buffers_differ(job):
     """
     rows, updated = states_of(job, "validation"), states_of(job, "step", "buffers")
     need(rows + updated, "no network was validated on all ranks after the same step")
+    mend = "All-reduce the statistics in your buffers: DDP copies rank 0's buffers."
+    changed = first(updated, "buffers", 1e-4)
     for row in rows:
         what = f"weights and buffers of the validated {row[0].what}"
         if found := first([row], what, 1e-4, parts_of_layers(job)):
@@ -236,11 +238,11 @@ def buffers_differ(job):
             saved = any(x.step >= row[0].step for x in job.of(Saved))
             level = NOTE if norms and not saved else RISK
             text = f"after step {row[0].step}, {found[1]}"
-            yield Breach(text, row[0].place, level=level)
+            own = mend if changed and not norms else ""
+            yield Breach(text, row[0].place, level=level, mend=own)
             return
-    if found := first(updated, "buffers", 1e-4):
-        row, text, _ = found
-        mend = "All-reduce the statistics in your buffers: DDP copies rank 0's buffers."
+    if changed:
+        row, text, _ = changed
         level = NOTE if rows else RISK  # the validated buffers are equal
         text = f"in step {row[0].step + 1}, {text}"
         yield Breach(text, row[0].place, mend=mend, level=level)

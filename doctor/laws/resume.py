@@ -6,7 +6,6 @@ from traceback import walk_stack
 
 from ..event import Event
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, check, need
-from ..loaders import leaves
 from ..moments import Step
 from ..neighbours import Input
 from ..record import place, recorder, torch, wrap
@@ -23,19 +22,8 @@ class Loaded(Event, limit=50):
     place: str
 
 
-class Resumed(Event, limit=20):
-    """A network runs for the first time after torch.load()."""
-
-    path: str
-    rest: int  # number of the file's tensors that no load_state_dict() got
-
-
 class Resumes(Watcher):
     """Tracks calls of torch.load() and load_state_dict()."""
-
-    def __init__(self):
-        self.files = {}  # path -> addresses of tensors that no load_state_dict() got
-        self.restored = set()  # paths of files from which a network got its weights
 
     def hooks(self) -> None:
         wrap(torch, "load", self.load)
@@ -52,15 +40,7 @@ class Resumes(Watcher):
         if has(result, "param_groups"):
             schedule = has(result, "last_epoch")
             recorder.write(Loaded(path=path, schedule=schedule, place=place()))
-        if recorder.watching and path:
-            own = [x for x in floats(leaves(result)) if x.numel() > 7 and not parts(x)]
-            self.files[path] = {one.data_ptr() for one in own}
         return result
-
-    def on_input(self, network, inputs) -> None:
-        for path in [path for path in self.files if path in self.restored]:
-            recorder.write(Resumed(path=path, rest=len(self.files[path])))
-        self.files = {}
 
     def restore(self, what: str, call, owner, *args, **kwargs):
         known, state = Checkpoints.here, args[0] if args else kwargs["state_dict"]
@@ -74,10 +54,6 @@ class Resumes(Watcher):
             if mark and (mark[0], mark[3]) != (recorder.step, known.loads)
         ]
         known.loads += what == "weights"
-        got = {x.data_ptr() for x in floats(leaves(state)) if not parts(x)}
-        for path, rest in self.files.items():
-            self.restored |= {path} if what == "weights" and rest & got else set()
-            rest -= got
         files = [x.f_code.co_filename for x, _ in walk_stack(sys._getframe())]
         loads = any("torch/distributed/checkpoint" in one for one in files)
         own = any(same) and not loads
@@ -117,10 +93,9 @@ def ddp_keys(job):
     Save model.module.state_dict().
     Not a mistake if: you load this file only into a DDP model.
     """
-    lost = any(one.lost for one in job.of(Restored))
-    read = {one.path for one in job.of(Resumed) if not lost}
+    fits = [not one.lost for one in job.of(Restored) if one.what == "weights"]
     for path, one in {x.path: x for x in job.of(Saved) if x.wrapped}.items():
-        if path not in read:
+        if not fits or not all(fits):  # else, the script loads such names
             what = f"weights in {base(path or '')} are named module.* or _orig_mod.*"
             level = NOTE if one.holds else RISK  # a file to resume from
             yield Breach(what, one.place, level=level)
