@@ -3,7 +3,7 @@
 import random
 import sys
 
-from .event import Event
+from .event import Event, Exit
 from .record import torch
 from .sample import digest
 
@@ -41,6 +41,18 @@ def cause(job, name: str, pair: list[Event]) -> tuple[str, str]:
     if found[0] and len({one and one.call for one in found}) == 1:
         return place, f", since {found[0].call} on each rank"
     return place, ""
+
+
+def one_state(job) -> Seed | None:
+    """Return the event that last set the state of PyTorch's generator on rank 0.
+
+    None: the ranks set different states, a seed, or nothing, or no step follows.
+    """
+    rows = [[x for x in p.of(Seed) if x.generator == "torch"] for p in job.processes]
+    row = [one for own in rows for one in own[-1:]]
+    same = len(row) == len(rows) > 1 == len({one.state for one in row})
+    last = max((one.step for one in job.of(Exit)), default=0)
+    return row[0] if same and row[0].state and last > row[0].step else None
 
 
 def states(dataset: object = None) -> dict[str, tuple[int, int]]:

@@ -913,7 +913,7 @@ next(iter(torch.utils.data.DataLoader(data, 4)))
 dist = torch.distributed
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.P2POp(dist.isend, x, 0)
-torch.save([net.state_dict(), optimizer.state_dict()], "saved.pt")
+torch.save([net.state_dict(), optimizer.state_dict()], __file__ + ".pt")
 for _ in range(70):
     net(x).sum().backward()
     optimizer.step()

@@ -11,7 +11,7 @@ from traceback import walk_stack
 
 from ..draws import MADE, MANY, Drawn, Draws, Same, same_draws, same_generators, since
 from ..event import Compiles, Event, Exit
-from ..generators import Seed, called, cause, drawn, states
+from ..generators import Seed, called, cause, drawn, one_state, states
 from ..law import RISK, Breach, Law, check, need
 from ..loaders import Loaders
 from ..moments import Moments
@@ -216,21 +216,12 @@ def same_random_numbers(job):
     need(seen, "torch.compile() hides what the script draws itself")
     need(not new_contents(job), "the samples change at random, but no draw was seen")
     need(held, "no draw from a global generator was seen")
-    for row in zip(*map(restored, job.processes), strict=False):
-        count, same = differing(job), {one.state for one in row}
-        if count and len(same) == 1 and 0 not in same:
-            what = f"after step {row[0].step}, {row[0].call} sets equal states on all "
-            what += f"ranks; before, their generators differed in {count} draws"
-            yield Breach(what, row[0].place, mend=STATES)
-            return
+    if (count := differing(job)) and (one := one_state(job)):
+        what = f"after step {one.step}, {one.call} sets equal states on all ranks; "
+        what += f"before, their generators differed in {count} draws"
+        yield Breach(what, one.place, mend=STATES)
+        return
     yield f"the ranks' generators differ {', '.join(held)}"
-
-
-def restored(process) -> list[Seed]:
-    """Return the last event that set PyTorch's generator, if steps follow it."""
-    ends = [one.step for one in process.of(Exit)]
-    found = [one for one in process.of(Seed) if one.generator == "torch"][-1:]
-    return [one for one in found if ends and ends[0] > one.step]
 
 
 def differing(job) -> int:

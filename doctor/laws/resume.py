@@ -5,6 +5,7 @@ from functools import partial
 from traceback import walk_stack
 
 from ..event import Event
+from ..generators import one_state
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, check, need
 from ..moments import Step
 from ..neighbours import Input
@@ -137,5 +138,7 @@ def not_restored(job):
         resumes |= used and later
     inputs = [x for one in job.processes[0].of(Input) for x in one.rows]
     again = len({*inputs}) < len(inputs) and job.processes[0].training is None
+    if one := one_state(job):
+        raise Doubt(f"{one.call} sets one generator's state on all ranks")
     if resumes and again:
         raise Doubt("without a DataLoader, the samples after a resume are unknown")
