@@ -17,8 +17,8 @@ from torch.nn.functional import cross_entropy
 
 import doctor.laws  # noqa: F401  its checks
 from doctor.event import Exit, Failed, Rank, Start
-from doctor.job import Job, Process
 from doctor.generators import Seed
+from doctor.job import Job, Process
 from doctor.law import CHECKS, examine
 from doctor.laws.alive import LAW as LEARNS
 from doctor.laws.alive import Alive, Weight
@@ -664,13 +664,14 @@ def test_files_and_states_of_two_ranks(other):
     own = [event(Restored, 2, what=x) for x in ("weights", "optimizer")]
     own += [event(Loaded, time=-1.0), event(Step, 3, time=2.0 * other - 4)]
     own.append(event(Input, rows=[7, 7]))
-    found = judged([event(Opened, path="b", saved=True), *own], own, steps=0)
-    assert law(found, 8) == ("held", "not judged")[other - 1]
+    file = event(Opened, path="b", saved=True)
+    assert (
+        law(judged([file, *own], own, steps=0), 8) == ("held", "not judged")[other - 1]
+    )
     own.append(
         event(Seed, -1, generator="torch", state=7)
     )  # all ranks restore one state
-    found = judged([event(Opened, path="b", saved=True), *own], own, steps=0)
-    assert law(found, 8) == "not judged"
+    assert law(judged([file, *own], own, steps=0), 8) == "not judged"
     ranks = [[event(Opened, path="/a/sample.png", place="a.py:5")] for _ in range(2)]
     assert named(judged(*ranks)) == {"several_write": "RISK"}  # perhaps by a library
     ranks[1].append(event(Start, parent="b-1", host="b", environment={}))
