@@ -128,16 +128,15 @@ class Draws(Watcher):
         """Record an order that a line of the script has drawn."""
         caller = sys._getframe(3).f_code.co_filename
         known = not caller.startswith((*not_the_users(), LIBRARY)) and runs_normally()
-        if known and (recorder.watching or self.lines) and not recorder.full(Order):
+        where = place() if known and (recorder.watching or self.lines) else ""
+        used = where and (recorder.watching or where in self.lines)
+        if used and not recorder.full(Order):
             size, few = shuffled(things)
             now = (recorder.step, digest(few)) if size >= MANY else self.last
             last, self.last = self.last, now
-            if now == last:
-                return  # from_numpy() notes it again
-            where, watching = place(), recorder.watching
-            if watching or where in self.lines:
+            if now != last:  # from_numpy() notes it again
                 recorder.write(Order(place=where, size=size, value=now[1]))
-            self.lines = self.lines | {where} if watching else self.lines - {where}
+                (self.lines.add if recorder.watching else self.lines.discard)(where)
 
     def generator(self, call, *args, **kwargs):
         result = call(*args, **kwargs)
@@ -293,11 +292,11 @@ def between(process, one: Order, other: Order) -> tuple[int, int]:
     sizes = [len(x.rows) for x in own]
     parts = [x for x in process.of(Order) if one.time < x.time < other.time]
     samples, batch = sum(sizes), max(sizes, default=0)
-    if parts and abs(sum(x.size for x in parts) - samples) < batch:
-        return len(parts), 1
     seen = own[-1].step + 1 - one.step if own else 0  # watched steps
     if own and (steps := other.step - one.step) > seen:
-        samples = samples * (steps - 1) // seen + 1  # the last batch may be incomplete
+        return samples * (steps - 1) // seen + 1, batch  # the last one may be smaller
+    if parts and abs(sum(x.size for x in parts) - samples) < batch:
+        return len(parts), 1
     return samples, batch
 
 

@@ -44,13 +44,11 @@ def cause(job, name: str, pair: list[Event]) -> tuple[str, str]:
 
 
 def one_state(job) -> Seed | None:
-    """Return the event that last set the state of PyTorch's generator on rank 0.
-
-    None: the ranks set different states, a seed, or nothing, or no step follows.
-    """
-    rows = [[x for x in p.of(Seed) if x.generator == "torch"] for p in job.processes]
-    row = [one for own in rows for one in own[-1:]]
-    same = len(row) == len(rows) > 1 == len({one.state for one in row})
+    """Return rank 0's event if all ranks last set PyTorch's generator to one state."""
+    every = [p.of(Seed) for p in job.processes if len(p.of(Seed)) < Seed.limit]
+    lists = [[x for x in own if x.generator == "torch"] for own in every]
+    row = [own[-1] for own in lists if own]
+    same = len({(x.state, x.step) for x in row}) == 1 < len(row) == len(job.processes)
     last = max((one.step for one in job.of(Exit)), default=0)
     return row[0] if same and row[0].state and last > row[0].step else None
 

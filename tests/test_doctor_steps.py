@@ -384,6 +384,7 @@ def test_what_a_checkpoint_holds():
         ("not judged", {}, {"live": True}),
         ("broken", {"live_snapshot": "RISK"}, {"taken": 3}),
         ("broken", {"no_optimizer": "RISK"}, {"holds": []}),
+        ("broken", {"no_optimizer": "RISK"}, {"has": ["a", "b"], "loads": False}),
         ("not judged", {}, {"holds": [], "loads": False}),  # such as the best weights
         ("broken", {"lacking": "RISK"}, {"missing": ["norm.running_mean"]}),
     ):
@@ -646,6 +647,7 @@ def test_a_search_among_a_ranks_own_samples_is_named(count, first, calls, monkey
     Searches.here.search(torch.Tensor.argmax, square, 1)  # gradients are enabled
     with torch.no_grad():
         Searches.here.search(torch.Tensor.topk, square[1:], 1)
+        Searches.here.search(torch.Tensor.gather, square, 1, square.argsort(1))
         Searches.here.search(torch.Tensor.topk, square, 1)
     found, own = [replace(x, step=2) for x in found], {"what": "seen", "after": 2}
     rows = [event(Measured, guesses=[*range(n, n + 20)], **own) for n in (0, first)]
@@ -666,6 +668,9 @@ def test_files_and_states_of_two_ranks(other):
     own.append(event(Input, rows=[7, 7]))
     file = event(Opened, path="b", saved=True)
     assert (law(judged([file, *own], own, steps=0), 8) == "held") == (other < 2)
+    saved = event(Saved, path="a.pt", wrapped=True)
+    loads = event(Restored, wrapped=other > 1)
+    assert ("ddp_keys" in named(judged([saved, loads], []))) == (other < 2)
     own.append(event(Seed, -1, generator="torch", state=7))  # all restore one state
     assert law(judged([file, *own], own, steps=0), 8) == "not judged"
     ranks = [[event(Opened, path="/a/sample.png", place="a.py:5")] for _ in range(2)]

@@ -7,18 +7,16 @@ import sys
 import threading
 from collections.abc import Iterable
 
-from ..event import Event
+from ..event import Event, Exit
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, check, need, several
 from ..loaders import leaves
-from ..moments import Moments, Step
+from ..moments import Moments
 from ..record import place, recorder, torch, wrap
 from ..sample import digest, numbers
 from ..watcher import Watcher
-from .files import LAW, Opened, Restored, base
+from .files import LAW, PREFIXES, Opened, Restored, base, wrapped
 from .meeting import hangs
 from .states import kept
-
-PREFIXES = "module.", "_orig_mod."  # in the names of wrapped networks' weights
 
 
 class Saved(Event, limit=200):
@@ -137,7 +135,7 @@ class Checkpoints(Watcher):
             state = [*state.values()][0]
         if content := self.content(state):
             # torch.distributed.checkpoint copies tensors; all ranks write their parts
-            content |= {"taken": None, "live": False, "wrapped": False}
+            content |= {"taken": None, "live": False, "wrapped": False, "loads": True}
             content |= {"path": path and os.path.abspath(path), "place": place()}
             recorder.write(Saved(**content, overwrites=False, others=1))
         return result
@@ -172,7 +170,7 @@ class Checkpoints(Watcher):
             "missing": missing[:9],
             "taken": taken,
             "live": any(x.data_ptr() in own for x, mark in marks if not mark),
-            "wrapped": any(all(str(x).startswith(PREFIXES) for x in y) for y in states),
+            "wrapped": any(map(wrapped, states)),
             "holds": ["optimizer"] * held,
             "has": sorted(self.states),
             "counts": any(isinstance(one, int) for one in top)
@@ -283,20 +281,23 @@ def no_optimizer(job):
     saved = checkpoints(job)
     last = [own[-1] for _, own in saved]
     complete = any(one.has and {*one.has} <= {*one.holds} for one in last)
-    end = max((x.time for x in job.of(Step)), default=0.0)
-    tests = any(x.what == "weights" and x.time > end for x in job.of(Restored))
+    end, unsure = max((x.step for x in job.of(Exit)), default=10**9), []
+    tests = any(x.what == "weights" and x.step >= end for x in job.of(Restored))
     for (path, own), one in zip(saved, last, strict=True):
         if any(x.live or x.taken is not None for x in own):
             raise Doubt(f"{base(path)} has tensors that may have changed since")
         missing = [name for name in one.has if name not in one.holds]
         if missing and ((one.counts and one.whole) or one.holds) and not complete:
             what = f"{base(path)} lacks the state of the {' and the '.join(missing)}"
-            if tests or not one.loads:
-                raise Doubt(f"{what}, but perhaps no run resumes from it")
-            yield Breach(what, one.place)
+            if not one.holds and (tests or not one.loads):
+                unsure.append(f"{what}, but perhaps no run resumes from it")
+            else:
+                yield Breach(what, one.place)
         elif one.whole:
             more = f" and the state of the {' and the '.join(one.holds)}"
             yield f"{base(path)} has {one.whole} whole weights{more * bool(one.holds)}"
+    if unsure:
+        raise Doubt(unsure[0])
 
 
 @check(LAW, RISK, effects=[no_optimizer], read="pitfall 18")

@@ -14,6 +14,7 @@ WRITES = os.O_WRONLY | os.O_RDWR
 SYSTEM = "/dev/", "/proc/", "/sys/"
 THROUGH = "logging", "pathlib", "shutil", "gzip", "bz2", "lzma", "zipfile"
 WRITERS = "numpy", "pandas", "PIL", "imageio", "soundfile"  # write where one says
+PREFIXES = "module.", "_orig_mod."  # in the names of wrapped networks' weights
 CACHES = "cache", ".lock", "__pycache__"
 
 
@@ -32,6 +33,7 @@ class Restored(Event, limit=200):
     what: str  # weights, optimizer or schedule
     lost: bool  # no name in the file matches
     own: bool  # its argument contained the network's own current tensors
+    wrapped: bool  # its argument has DDP's or torch.compile's names
     place: str
 
 
@@ -64,6 +66,11 @@ class Files(Watcher):
         known = outside or any(one in inside for one in CACHES)
         if not (installed and known):
             recorder.write(Opened(path=path, place=place(frame)))
+
+
+def wrapped(state: dict) -> bool:
+    """Return whether a state's names are those of DDP or of torch.compile()."""
+    return bool(state) and all(str(name).startswith(PREFIXES) for name in state)
 
 
 def base(path: str | None) -> str:

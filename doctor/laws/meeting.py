@@ -238,9 +238,10 @@ def collectives_differ(job):
             without = job.processes[calls.index(None)]
             one = next(one for one in calls if one)
             known = stuck(job) or without in gone or behind(job, without, one)
-            # Gloo or NCCL has ended rank `one`, and this rank has lost it elsewhere
-            lost = [x for x in without.of(Failed) if LOST.search(x.text)]
-            known = known or any(x.step == one.step for x in lost)
+            # Perhaps a library ended rank `one`, and the other rank fails elsewhere
+            alone = all(LOST.search(x.text) and x.rank != one.rank for x in errors(job))
+            lost = [x for x in without.of(Failed) if alone and x.step == one.step]
+            known = known or (lost and not job.interrupted)
             need(known, "the job ended between two collectives")
             what = f"rank {one.rank} calls {one.name}(), rank {without.rank} does not"
             if wait := waiting(without):

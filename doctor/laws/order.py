@@ -11,9 +11,7 @@ from ..reads import Feed, feeds, loaded
 from .randomness import Draw
 from .samples import LAW, left_out, where
 
-SHARE = (
-    "Omit persistent_workers, or keep what changes in a tensor with share_memory_()."
-)
+SHARE = "Omit persistent_workers, or keep what changes in a tensor in shared memory."
 
 
 @check(LAW, WRONG, needs=[Step], causes=[left_out], read="lesson 4")

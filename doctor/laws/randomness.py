@@ -216,7 +216,7 @@ def same_random_numbers(job):
     need(seen, "torch.compile() hides what the script draws itself")
     need(not new_contents(job), "the samples change at random, but no draw was seen")
     need(held, "no draw from a global generator was seen")
-    if (count := differing(job)) and (one := one_state(job)):
+    if (one := one_state(job)) and (count := differing(job, one.time)):
         what = f"after step {one.step}, {one.call} sets equal states on all ranks; "
         what += f"before, their generators differed in {count} draws"
         yield Breach(what, one.place, mend=STATES)
@@ -224,11 +224,13 @@ def same_random_numbers(job):
     yield f"the ranks' generators differ {', '.join(held)}"
 
 
-def differing(job) -> int:
-    """Return how often the ranks' global PyTorch generators drew and differed."""
-    rows = [x for x in job.rows(Drawn) if x[0].name not in MADE and not x[0].own]
-    count = sum(len({one.value for one in row}) == len(row) for row in rows)
-    return count + equal(draws(job, "forward"))[0].get("torch", []).count(False)
+def differing(job, end: float) -> int:
+    """Return how often the ranks' generators drew and differed before a time."""
+    own = [x for x in job.rows(Drawn) if not (x[0].own or x[0].name in MADE)]
+    rows = [x for x in job.rows(Draw) if {one.where for one in x} == {"forward"}]
+    values = [[one.value for one in row] for row in own if row[0].time < end]
+    values += [[x.states.get("torch") for x in y] for y in rows if y[0].time < end]
+    return sum(len({*row}) == len(row) for row in values)
 
 
 def worded(job, place: str, one: Same) -> Breach:

@@ -228,8 +228,6 @@ def buffers_differ(job):
     """
     rows, updated = states_of(job, "validation"), states_of(job, "step", "buffers")
     need(rows + updated, "no network was validated on all ranks after the same step")
-    mend = "All-reduce the statistics in your buffers: DDP copies rank 0's buffers."
-    changed = first(updated, "buffers", 1e-4)
     for row in rows:
         what = f"weights and buffers of the validated {row[0].what}"
         if found := first([row], what, 1e-4, parts_of_layers(job)):
@@ -238,11 +236,11 @@ def buffers_differ(job):
             saved = any(x.step >= row[0].step for x in job.of(Saved))
             level = NOTE if norms and not saved else RISK
             text = f"after step {row[0].step}, {found[1]}"
-            own = mend if changed and not norms else ""
-            yield Breach(text, row[0].place, level=level, mend=own)
+            yield Breach(text, row[0].place, level=level)
             return
-    if changed:
-        row, text, _ = changed
+    if found := first(updated, "buffers", 1e-4):
+        row, text, _ = found
+        mend = "All-reduce the statistics in your buffers: DDP copies rank 0's buffers."
         level = NOTE if rows else RISK  # the validated buffers are equal
         text = f"in step {row[0].step + 1}, {text}"
         yield Breach(text, row[0].place, mend=mend, level=level)

@@ -12,7 +12,7 @@ from ..neighbours import Input
 from ..record import place, recorder, torch, wrap
 from ..watcher import Watcher
 from .checkpoints import Checkpoints, Saved, floats, has, no_optimizer, parts, path_of
-from .files import LAW, Restored, base
+from .files import LAW, Restored, base, wrapped
 
 
 class Loaded(Event, limit=50):
@@ -58,7 +58,8 @@ class Resumes(Watcher):
         files = [x.f_code.co_filename for x, _ in walk_stack(sys._getframe())]
         loads = any("torch/distributed/checkpoint" in one for one in files)
         own = any(same) and not loads
-        event = Restored(what=what, lost=False, own=own, place=place())
+        given = {"own": own, "wrapped": wrapped(state), "place": place()}
+        event = Restored(what=what, lost=False, **given)
         result = call(owner, *args, **kwargs)
         unknown = getattr(result, "unexpected_keys", ())
         event.lost = bool(unknown) and len(unknown) >= len(state)
@@ -94,9 +95,9 @@ def ddp_keys(job):
     Save model.module.state_dict().
     Not a mistake if: you load this file only into a DDP model.
     """
-    fits = [not one.lost for one in job.of(Restored) if one.what == "weights"]
+    loads = any(one.wrapped and not one.lost for one in job.of(Restored))
     for path, one in {x.path: x for x in job.of(Saved) if x.wrapped}.items():
-        if not fits or not all(fits):  # else, the script loads such names
+        if not loads:
             what = f"weights in {base(path or '')} are named module.* or _orig_mod.*"
             level = NOTE if one.holds else RISK  # a file to resume from
             yield Breach(what, one.place, level=level)

@@ -68,7 +68,6 @@ class Samples(Watcher):
     def on_epoch(self, own: Pass, loader) -> None:
         names = [type(x).__name__ for x in (loader.sampler, loader.batch_sampler)]
         values = {x: getattr(loader.sampler, x, None) for x in SETTINGS + REPEATS}
-        first = own.epoch == 0
         feed = Feed(
             loader=own.loader,
             epoch=own.epoch,
@@ -77,9 +76,9 @@ class Samples(Watcher):
             repeats=bool(getattr(loader.sampler, "replacement", False)),
             sampler={k: x for k, x in values.items() if isinstance(x, int)},
             workers=loader.num_workers,
-            data=signature(loader.dataset) if first else {},
+            data=signature(loader.dataset) if own.epoch == 0 else {},
             fields=plain(loader.dataset),
-            part=part(loader.dataset) if first else None,
+            part=part(loader.dataset) if own.epoch == 0 else None,
         )
         recorder.write(feed)
 

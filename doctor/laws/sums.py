@@ -28,7 +28,7 @@ LOCAL = re.compile(
     r"(?i)\b(rank|local|own|this|shard|worker|proc|gpu|node|client|fold|agent)|^\W*\d+\]"
 )
 RANKS = "which is the mean of the ranks' own values"
-ORDERS = "topk sort argsort argmax argmin max min gather diag diagonal".split()
+ORDERS = "topk sort argsort argmax argmin max min gather".split()
 Rows = list[tuple[Call, ...]]  # calls of collectives, one per rank
 
 
@@ -48,6 +48,8 @@ class Searches(Watcher):
 
     def search(self, call, one, /, *args, **kwargs):
         users = not sys._getframe(2).f_code.co_filename.startswith(not_the_users())
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        users = users and all(x.shape == (len(one), 1) for x in given)  # in gather()
         if users and not (torch.is_grad_enabled() or Moments.here.depth):
             if one.dim() == 2 and len(one) == one.size(1) > 15 and runs_normally():
                 recorder.write(Search(count=len(one), place=place()))
