@@ -33,8 +33,8 @@ class Restored(Event, limit=200):
     what: str  # weights, optimizer or schedule
     lost: bool  # no name in the file matches
     own: bool  # its argument contained the network's own current tensors
-    wrapped: bool  # its argument has DDP's or torch.compile's names
     place: str
+    wrapped: bool = False  # its argument has DDP's or torch.compile's names
 
 
 class Files(Watcher):
