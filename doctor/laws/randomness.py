@@ -216,11 +216,11 @@ def same_random_numbers(job):
     need(seen, "torch.compile() hides what the script draws itself")
     need(not new_contents(job), "the samples change at random, but no draw was seen")
     need(held, "no draw from a global generator was seen")
-    if (one := one_state(job)) and (count := differing(job, one.time)):
+    one = None if found or lines else one_state(job)
+    if one and (count := differing(job, one.time)):
         what = f"after step {one.step}, {one.call} sets equal states on all ranks; "
         what += f"before, their generators differed in {count} draws"
         yield Breach(what, one.place, mend=STATES)
-        return
     yield f"the ranks' generators differ {', '.join(held)}"
 
 
