@@ -73,9 +73,7 @@ class Draws(Watcher):
     def __init__(self):
         self.counts, self.inside, self.shared = Counter(), False, False
         self.last = None  # the last order: its step and hash
-        self.lines = (
-            set()
-        )  # lines that draw orders, until their first one after the watch
+        self.lines = set()  # that drew orders, until their first one after the watch
         self.passes = 0  # number of backward passes before this step
 
     def hooks(self) -> None:

@@ -16,7 +16,7 @@ class Seed(Event, limit=300):
     generator: str
     call: str
     place: str
-    state: int = 0  # a hash of the state, if the script has set a whole state
+    state: int = 0  # a hash of the state that torch.set_rng_state() has set
 
 
 def called(name: str) -> str:

@@ -22,6 +22,7 @@ ROOTS |= {"broadcast_object_list": 1, "gather_object": 2, "broadcast_": 1}
 COUNTS = 4096  # largest size of a table of counts, such as a confusion matrix
 SUMS = "all_reduce", "reduce", "broadcast"
 UNEVEN = "all_to_all_single", "allgather"  # sizes may differ between ranks
+
 ORDER = "Use the same order on all ranks, such as sorted(names): a set has no order."
 ZEROS = "Sum zeros for weights without a gradient, instead of skipping them."
 LEAVES = "Leave the loop on all ranks together: all_reduce() the number that ends it."

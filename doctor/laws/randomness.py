@@ -11,7 +11,7 @@ from traceback import walk_stack
 
 from ..draws import MADE, MANY, Drawn, Draws, Same, same_draws, same_generators, since
 from ..event import Compiles, Event, Exit
-from ..generators import Seed, called, cause, drawn, one_state, states
+from ..generators import Seed, called, cause, drawn, one_state, state_of, states
 from ..law import RISK, Breach, Law, check, need
 from ..loaders import Loaders
 from ..moments import Moments
@@ -74,9 +74,10 @@ class Randomness(Watcher):
         if not recorder.full(Seed) and not caller.startswith(not_the_users()[:2]):
             value = args[0] if args and isinstance(args[0], int) else ""
             call = f"{name}({value})"
-            state = states()[generator][0] if "state" in name else 0
-            given = {"call": call, "place": place(), "state": state}
-            recorder.write(Seed(generator=generator, **given))
+            seed = Seed(generator=generator, call=call, place=place())
+            if name == "torch.set_rng_state":
+                seed.state = state_of(torch.random.default_generator)
+            recorder.write(seed)
         return result
 
     def fetch(self, call, fetcher, indices):
