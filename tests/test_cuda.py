@@ -31,6 +31,7 @@ def train(place: dict, gpus, folder, script: str, net: str, flags: list) -> None
         own["CROSS_RANK"] = os.environ["HOROVOD_RANK"]
         place = {f"HOROVOD_{name}": value for name, value in own.items()}
     os.environ.update(place)
+    os.sched_getaffinity = lambda _: range(4)
     if "EMPTY_APEX" in place:
         amp = SimpleNamespace(initialize=lambda *both, opt_level: both)
         sys.modules["apex"] = SimpleNamespace(amp=amp)
@@ -76,7 +77,7 @@ def named(calls, name):
 
 
 def flags_of(data, output, *flags):
-    return ["--data", data, *FLAGS.split(), "-j", 1, "--output", output, *flags]
+    return ["--data", data, *FLAGS.split(), "--workers=1", "--output", output, *flags]
 
 
 def came_to(output):
@@ -144,6 +145,8 @@ def test_ddp_has_the_bits_of_the_cpu(script, world_size, digits, on_the_cpu, tmp
     chosen += ["--sync-bn"] * (world_size == 4)  # its communication is not simulated
     flags = flags_of(digits, tmp_path / "run", *chosen)
     processes = [(place, flags) for place in places(world_size, machines)]
+    if machines > 1:
+        flags.remove("--workers=1")  # by default, one loader process per core
     if script != "distributed":  # by default, the script starts a process per GPU
         several = ["--nnodes", 2, "--dist-url", f"tcp://127.0.0.1:{free_port()}"]
         flags += several * (machines > 1)
@@ -158,6 +161,8 @@ def test_ddp_has_the_bits_of_the_cpu(script, world_size, digits, on_the_cpu, tmp
     for number, one in enumerate(calls):
         assert len(named(one, "convert_sync_batchnorm")) == (world_size == 4)
         assert named(one, "is_bf16_supported") == native
+        loaders = [options["num_workers"] for _, options, _ in named(one, "DataLoader")]
+        assert loaders == [machines] * 2
         check_launch(one, number // machines)
         check_training(one, number // machines, precision)
 

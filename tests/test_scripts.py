@@ -133,13 +133,6 @@ def test_a_compiled_network_and_synthetic_images(tmp_path):
     assert records(tmp_path / "out")[0]["images"] == 24
 
 
-def test_curves_show_every_run(trained):
-    figure = quickstart.draw(dict.fromkeys(("a", "equal"), records(trained)))
-    for axes, name in zip(figure.axes, quickstart.PANELS, strict=True):
-        points = [(record["epoch"] + 1, record[name]) for record in records(trained)]
-        assert [[*map(tuple, x.get_xydata())] for x in axes.lines] == [points] * 2
-
-
 def test_quickstart_draws(trained, tmp_path, monkeypatch, capsys):
     for name in quickstart.LAUNCHERS:
         shutil.copytree(trained, tmp_path / name)

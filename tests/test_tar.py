@@ -20,7 +20,7 @@ WHOLE = "tar -cf $1/train.tar -C train . && tar -cf $1/val.tar val"
 SHARDS = """
 tar -cf $1/train-1.tar -C train cat/0.JPEG "cat 2"
 tar -cf $1/train-0.tar -C train --exclude 0.JPEG cat
-tar -cf $1/val.tar --format pax -C val cat "cat 2"
+tar -b 128 -cf $1/val.tar --format pax -C val cat "cat 2"
 """
 
 
