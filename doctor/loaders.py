@@ -76,9 +76,10 @@ def size(value) -> int | None:
 
 
 def leaves(value) -> list:
-    """Return all tensors in nested containers."""
+    """Return all dense tensors in nested containers."""
     found = torch.utils._pytree.tree_leaves(value)
-    return [one for one in found if isinstance(one, torch.Tensor)]
+    found = [one for one in found if isinstance(one, torch.Tensor)]
+    return [one for one in found if one.layout == torch.strided]
 
 
 def inside(dataset) -> tuple[object, list]:

@@ -83,11 +83,15 @@ def digest(*values) -> int:
 
 
 def rows_of(inputs: list) -> array:
-    """Return a hash of each entry of the largest input.
+    """Return a hash of each entry of the largest input, or of a list of its indices.
 
     Lists of integers with equal lengths, such as users and items, count as one input.
     """
     largest = max(inputs, key=torch.Tensor.numel)
+    lists = [x for x in inputs if x.dim() == 1 and len(x) != len(largest)]
+    for values in [x.tolist() for x in lists if not x.is_floating_point()]:
+        if len({*values}) == len(values) and values != sorted(values):
+            return array("q", values)  # such as some of a graph's nodes
     same = [x for x in inputs if len(x) == largest.numel() and x.dtype == largest.dtype]
     if len(same) > 1 and not largest.is_floating_point():
         return array("q", map(digest, *map(hashes, same)))

@@ -161,8 +161,7 @@ def test_ddp_has_the_bits_of_the_cpu(script, world_size, digits, on_the_cpu, tmp
     for number, one in enumerate(calls):
         assert len(named(one, "convert_sync_batchnorm")) == (world_size == 4)
         assert named(one, "is_bf16_supported") == native
-        loaders = [options["num_workers"] for _, options, _ in named(one, "DataLoader")]
-        assert loaders == [machines] * 2
+        assert {x["num_workers"] for _, x, _ in named(one, "DataLoader")} == {machines}
         check_launch(one, number // machines)
         check_training(one, number // machines, precision)
 

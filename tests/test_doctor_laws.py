@@ -34,7 +34,7 @@ from doctor.laws.ranks import Facts, Measured
 from doctor.laws.samples import Divided
 from doctor.laws.targets import Contrast
 from doctor.laws.time import Spans
-from doctor.loaders import Batch, Epoch, EpochEnd, Loaders
+from doctor.loaders import Batch, Epoch, EpochEnd, Loaders, leaves
 from doctor.moments import Step
 from doctor.neighbours import Input, Targets
 from doctor.numbers import numbers, results
@@ -43,7 +43,7 @@ from doctor.reads import Feed
 from doctor.record import recorder
 from doctor.results import Measured as Result
 from doctor.results import Printed, Results, Scored
-from doctor.sample import hashes, positions
+from doctor.sample import hashes, rows_of
 from doctor.watcher import watch
 
 PASS = {"loader": 0, "epoch": 0}
@@ -87,9 +87,10 @@ def test_hashes_do_not_read_one_column():
     images = torch.zeros(32, 28, 28)
     images[:, 8:20, 8:20] = torch.rand(32, 12, 12)
     assert len({*hashes(images)}) == 32 and hashes(images) == hashes(images.clone())
+    few = [torch.tensor([7, 5, 9]), torch.arange(3), torch.eye(200).to_sparse()]
+    assert [len(rows_of(leaves([images, x]))) for x in few] == [3, 32, 32]
     masks = torch.rand(64, 16).argsort(1) < 8
     assert len({*hashes(masks)}) == len({*map(tuple, masks.tolist())})
-    assert len({one % 28 for one in positions(784, 64)}) > 20
 
 
 def test_how_samples_are_counted():

@@ -9,6 +9,7 @@ import shutil
 import sys
 import tarfile
 import tracemalloc
+from pathlib import Path
 
 import numpy
 import pytest
@@ -82,7 +83,7 @@ def test_archives_become_folders_and_a_second_time_what_is_missing(archives, tmp
     shutil.rmtree(target / "train.partial" / CLASSES[1])
     half = target / "train.partial" / CLASSES[0] / f"{CLASSES[0]}_3.JPEG"
     half.write_bytes(b"half")
-    unpack(archives, target)
+    unpack(Path(os.path.relpath(archives)), target)
     found = {path: path.read_bytes() for path in target.rglob("*.JPEG")}
     assert found == {**files, kept: b"kept"}
 

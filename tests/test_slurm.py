@@ -61,6 +61,7 @@ def test_only_a_job_at_its_time_limit_is_queued_again(sbatch):
 
 def test_skypilot_starts_torchrun_on_each_node(tmp_path):
     task = yaml.safe_load((ROOT / "deploy" / "skypilot.yaml").read_text())
+    assert task["file_mounts"]["/runs"]["mode"] == "MOUNT_CACHED"
     (tmp_path / "torchrun").write_text('#!/bin/sh\necho "$@"\n')
     (tmp_path / "torchrun").chmod(0o755)
     set_ = f"NUM_NODES={task['num_nodes']} NODE_RANK=1".split()

@@ -283,7 +283,8 @@ def summed_loss(job, breach):
         if {x.kind for x in terms} == {"sum"} and near(one.factor, 1):
             products = [(abs(terms[0].factor) * x, x) for x in entry["sums"] if x > 1]
             tied += [x for product, x in products if near(product, 1, 1e-4)][:1]
-            plain += {f"{abs(x.factor):.4g}" for x in terms if abs(x.factor) > 0.99}
+            scales = [abs(x.factor) for x in terms if not near(abs(x.factor), size)]
+            plain += {f"{x:.4g}" for x in scales if x > 0.99}
             rows |= {(x.rows, x.each) for x in terms}
     if len(tied) > len(found) / 2:
         what = f"the loss is divided by a sum over all ranks ({tied[0]:g} in step 1), "

@@ -124,16 +124,21 @@ def one_network(job) -> None:
     meets = any(0 < one.step < job.watched for one in job.of(Call))
     alone = (len(trained) > 1 or len(rates) > 1) and not (meets or job.of(Wraps))
     need(not alone, "each rank trains its own network, and they do not meet")
-    sends = sum(x.step == 0 for x in job.of(Sends)) == len(job.processes)
-    stages = len(trained) > 1 and sends
-    need(not stages, "the ranks exchange tensors, and train different weights")
+    if len(sends := [x.step for x in job.of(Sends)]) == len(job.processes):
+        stages = len(trained) > 1 and not any(sends)
+        peers = min(sends) > 0 and not job.of(Wraps)  # as in codistillation
+        text = "the ranks exchange tensors, and may train different weights"
+        need(not (stages or peers), text)
 
 
 def same_steps(job) -> None:
-    """Raise NotJudged if join() has let the ranks take different numbers of steps."""
+    """Raise NotJudged if the n-th steps of the ranks need not belong together."""
     joins = any(one.name == "join" for one in job.of(Call))
     uneven = joins and len({one.step for one in job.of(Exit)}) > 1
     need(not uneven, "join() lets the ranks take different numbers of steps")
+    calls = zip(*([x.step for x in p.of(Call)] for p in job.processes), strict=False)
+    uneven = not job.of(Wraps) and any(len({*row}) > 1 for row in calls)
+    need(not uneven, "between two collectives, the ranks take unequally many steps")
 
 
 def trained() -> list:

@@ -12,7 +12,7 @@ from ..moments import Step
 from ..record import place, recorder, torch, wrap
 from ..watcher import Watcher
 from .alive import LAW as LEARNS
-from .meeting import one_network
+from .meeting import one_network, same_steps
 from .passes import Update
 from .ranks import Measured
 from .replicas import LAW, alike, weights_drift
@@ -104,6 +104,7 @@ def learning_rates_differ(job):
             yield Breach(what, row[0].place, mend=mend)
             return
     one_network(job)
+    same_steps(job)
     apart = set()  # steps of ranks whose GradScalers have skipped different steps
     for row in job.rows(Update):
         if len({one["scale"] for x in row for one in x.passes[-1:]}) > 1:

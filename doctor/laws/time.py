@@ -12,7 +12,6 @@ from ..record import recorder, torch, wrap
 from ..watcher import Watcher
 from .gradient import not_averaged
 from .meeting import hangs
-from .modes import Validation, validations
 from .passes import Update
 
 LAW = Law(10, "time", "Time is spent on useful work")
@@ -274,14 +273,3 @@ def slowest(steps: list[list[Spans]], wall: float) -> Breach | None:
     what = f"rank {slow} needs {1000 * most:.0f} ms per step, the others at most "
     what += f"{1000 * others:.0f} ms; {1000 * extra:.0f} ms more for its {part}"
     return Breach(what, mend=f"Find out what extra work this rank does in its {part}.")
-
-
-@check(LAW, SLOW, needs=[Validation], read="lesson 10")
-def validation_with_gradients(job):
-    """Validation computes gradients, which take time and memory.
-
-    Validate inside torch.no_grad() or torch.inference_mode().
-    """
-    found = [x for x in validations(job) if x.gradients and not x.training]
-    for one in found[:1]:
-        yield Breach(f"{one.network} validates with gradients", one.place)

@@ -64,6 +64,7 @@ def test_names_and_numbers_agree():
         if not runtimes:
             assert trainer["command"][1] == "--nproc-per-node=gpu"
         for runtime in runtimes:
+            assert "'targetReplicatedJobs': ['launcher']" in str(runtime["spec"])
             processes = trainer["numProcPerNode"]
             limits = container(pod)["resources"]["limits"]
             assert limits["nvidia.com/gpu"] == str(processes)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from doctor.loaders import Batch
 from tutorial.labs.lab import FOLDER
-from tutorial.labs.play import CHECKPOINT, EPOCHS, Forward, Run, Wrong
+from tutorial.labs.play import CHECKPOINT, EPOCHS, Forward, Run, Step, Wrong
 
 # The images of all scripts, and the network and optimizer of most scripts
 TRAINING, VALIDATION = 96, 33
@@ -78,7 +78,7 @@ def check_shares(
 
     With one process, an epoch may leave out less than one batch of images. Images with
     too little contrast must not be used, nor more than `repeats` images twice. If
-    `divided`, a process must not use the same images in all epochs.
+    `divided`, a process's images must not all go to one process in another epoch.
     """
     good = {*torch.nonzero(IMAGES.std(1) > contrast).flatten().tolist()}
     most = len(good & {*range(TRAINING)})
@@ -107,9 +107,18 @@ def check_shares(
                 if len(a & b) > len(a) * 2 / 3:
                     text = f"rank {rank} sees the same images in the same {what}"
                     raise Wrong(f"{text} in two epochs")
-        own = [{*chain(*one)} for one in epochs]
-        if divided and len(seen) > 1 and own == own[:1] * EPOCHS:
-            raise Wrong(f"rank {rank} sees the same images in all epochs")
+    parts = [frozenset(chain(*one)) for epochs in seen for one in epochs]
+    if divided and len(seen) > 1 and len({*parts}) < len(parts):
+        raise Wrong("a process's images all go to one process again in another epoch")
+
+
+def check_centered(run: Run) -> None:
+    """Check that all training images are images minus the mean of all of them."""
+    right = IMAGES[:TRAINING] - IMAGES[:TRAINING].mean(0)
+    images = torch.cat([step.images for rank in run.ranks for step in rank.steps])
+    nearest = right[torch.cdist(images, right).argmin(1)]
+    if (most := (images - nearest).abs().max()) > 1e-4:
+        raise Wrong(f"the images minus their mean are wrong by up to {most:.2g}")
 
 
 def check_batches(run: Run) -> None:
@@ -240,13 +249,13 @@ def check_blocks(run: Run) -> None:
             raise Wrong("the weights of the middle block never change")
 
 
-def check_rates(run: Run) -> None:
-    """Check that the learning rate falls over the whole run."""
+def check_rates(run: Run, rise: float = 1e-6) -> None:
+    """Check that the learning rate falls until the end; it may rise by `rise`."""
     rates = [step.lr for step in run.ranks[0].steps]
     falls = [before - after for before, after in pairwise(rates)]
     last = max(LR / 10, 1.5 * LR / len(rates))
     jumps = max(falls) > 2 * LR / len(falls)  # cosine's largest is 1.6 times the mean
-    if jumps or min(falls) < -1e-6 or abs(rates[0] - LR) > 1e-6 or rates[-1] > last:
+    if jumps or min(falls) < -rise or abs(rates[0] - LR) > 1e-6 or rates[-1] > last:
         text = f"the learning rate should fall from {LR} to almost 0, step by step"
         raise Wrong(f"{text}, but is {', '.join(f'{rate:.3f}' for rate in rates)}")
 
@@ -356,10 +365,30 @@ def check_export(
                 alike = [x for x in there if x.shape == one.shape]
                 if not any(torch.allclose(one, x, atol=1e-5) for x in alike):
                     raise Wrong(f"{file} does not hold the momentum of all weights")
-    if norm and not net[1].running_mean.any():
-        raise Wrong(f"the means of batch norm in {file} are not those of training")
+    if norm:
+        check_statistics(run, net[1])
     for one in chain(*(rank.validated for rank in run.ranks)):
         same(net(one.images), one.outputs, f"the processes do not validate {file}")
+
+
+def check_statistics(run: Run, norm: nn.BatchNorm1d) -> None:
+    """Check batch norm's statistics: some mean of those of the processes' images."""
+
+    def moved(values: Tensor, step: Step) -> Tensor:
+        layer = step.before[:128].view(16, 8), step.before[128:144]
+        x = F.linear(step.images, *layer)
+        return values.lerp(torch.cat([x.mean(0), x.var(0)]), 0.1)
+
+    values = torch.tensor([0.0, 1.0]).repeat_interleave(16)
+    for step in run.ranks[0].steps[:-1]:  # DDP then sends rank 0's to all
+        values = moved(values, step)
+    each = torch.stack([moved(values, rank.steps[-1]) for rank in run.ranks])
+    means, variances = each.mean(0).split(16)
+    highest = len(each) > 1 and (norm.running_mean > each[:, :16].amax(0) - 1e-6).all()
+    far = (norm.running_mean - means).norm() > 0.6
+    # Another mean than rank 0's is right, too, such as that of all images at the end
+    if highest or far or not 0.5 < norm.running_var.sum() / variances.sum() < 1.6:
+        raise Wrong("batch norm's statistics in the file are not those of training")
 
 
 def check_machines(run: Run) -> None:
@@ -385,7 +414,13 @@ def check_old_file(run: Run, name: str) -> None:
         with Run(
             run.script, old.files, when=f"with an old {name} in the folder, "
         ).started() as new:
-            check_shares(new)
+            check_centered(new)
+
+
+def check_uneven(run: Run) -> None:
+    """Check that the learning rate falls if each epoch's last batch is smaller."""
+    with Run(run.script, when="with 5 processes, ", size=5).started() as other:
+        check_rates(other, rise=LR / 10)
 
 
 def check_resumes(run: Run) -> None:

@@ -23,7 +23,7 @@ from tutorial.labs.lab import FOLDER, Lab, labs
 from tutorial.labs.play import CHECKPOINT, Run, Wrong
 
 LABS = labs()
-ONCE = "machines", "another_run", "resumes", "old_file"  # start other runs
+ONCE = "machines", "another_run", "resumes", "old_file", "uneven"  # start other runs
 
 
 def lab_of(script: Path) -> Lab | None:
