@@ -232,7 +232,7 @@ def same_draws(job: Job) -> tuple[dict[str, Same], int]:
             own[one.place, one.number][one.step] = one
     watched = len({one.step for one in job.of(Drawn)})
     batch = max((len(one.rows) for one in job.of(Input)), default=10**9)
-    passes = len({one.step for one in job.of(Input)})
+    trained = {one.step for one in job.of(Input)}
     for key, first in rows[0].items():
         draws = [own.get(key, {}) for own in rows]
         steps = [step for step in first if all(step in own for own in draws)]
@@ -251,8 +251,10 @@ def same_draws(job: Job) -> tuple[dict[str, Same], int]:
             what += "the same numbers on several ranks"
             parts = one.size >= len(rows) * batch  # perhaps each rank takes its part
             # Such as mixup's permutation, not one of all samples in each epoch
-            own = one.permutes and one.size == batch and len(steps) > passes / 3
-            together = one.late or (not own and (one.whole or parts))
+            own = one.permutes and one.size == batch and len(steps) > len(trained) / 3
+            # Without a pass in these steps, as in evolution strategies
+            apart = trained and not trained & {*equals}
+            together = one.late or apart or (not own and (one.whole or parts))
             found[one.place] = Same(what, together, row)
     return found, differ
 

@@ -3,7 +3,7 @@
 import sys
 from array import array
 from collections import Counter
-from dataclasses import field
+from dataclasses import field, replace
 from itertools import chain, combinations, pairwise
 from operator import ne
 
@@ -28,6 +28,7 @@ class Input(Event, limit=5000):
     # position -> a hash of another input with as many entries, and whether these differ
     arguments: dict[int, tuple[int, bool]] = field(default_factory=dict)
     place: str = ""
+    nodes: array | None = None  # some of the largest tensor's entries, in another one
 
 
 class Targets(Event, limit=400):
@@ -58,8 +59,18 @@ class Inputs(Watcher):
                 indices=None if loaded else indices(sys._getframe(), len(largest)),
                 arguments=arguments(inputs, largest),
                 place=Moments.here.where,
+                nodes=None if loaded else nodes_of(inputs, len(largest)),
             )
             recorder.write(one)
+
+
+def nodes_of(inputs: list, count: int) -> array | None:
+    """Return a list of different integers below `count`, such as a graph's nodes."""
+    whole = [x for x in inputs if x.dtype in (torch.int32, torch.int64)]
+    for one in [x.tolist() for x in whole if x.dim() == 1 and 1 < len(x) < count]:
+        if len({*one}) == len(one) and min(one) >= 0 and max(one) < count:
+            return array("q", one)
+    return None
 
 
 def arguments(inputs: list, largest) -> dict[int, tuple[int, bool]]:
@@ -83,6 +94,9 @@ def inputs(job: Job) -> list[list[Input]]:
             ranks.append([*{one.step: one for one in reversed(own)}.values()][::-1])
         if all(ranks) and not same_rows(ranks):
             break
+    every = [one for own in ranks for one in own]
+    if all(one.nodes and one.rows == every[0].rows for one in every):  # one graph
+        ranks = [[replace(one, rows=one.nodes) for one in own] for own in ranks]
     return ranks
 
 

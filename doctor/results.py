@@ -32,6 +32,8 @@ OTHER = re.compile(  # results that doctor does not recompute
 class Sends(Event, limit=1):
     """The script exchanges a tensor with one other rank."""
 
+    count: int = 0  # number of elements
+
 
 class Printed(Event, limit=2000):
     """The script has printed a line with a number that may be a result."""
@@ -107,7 +109,8 @@ class Results(Watcher):
             wrap(hvd, name, self.exchange)
 
     def send(self, call, *args, **kwargs):
-        recorder.write(Sends())
+        first = args[0][0].tensor if isinstance(args[0], list) else args[0]
+        recorder.write(Sends(count=first.numel()))
         return self.exchange(call, *args, **kwargs)
 
     def exchange(self, call, *args, **kwargs):

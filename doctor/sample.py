@@ -45,8 +45,8 @@ def picked(tensor, most: int):
 
 
 def numbers(tensors: Sequence, most: int = 8) -> list[list[float]]:
-    """Return a few numbers of each tensor ([] for None), read in one transfer."""
-    parts = [None if x is None else few(x, most) for x in tensors]
+    """Return a few numbers of each tensor ([] for None or meta), read at once."""
+    parts = [None if x is None or x.is_meta else few(x, most) for x in tensors]
     there = [x for x in parts if x is not None]
     if len({(x.dtype, x.device) for x in there}) > 1:
         there = [x.to(there[0].device, torch.float64) for x in there]
@@ -83,15 +83,11 @@ def digest(*values) -> int:
 
 
 def rows_of(inputs: list) -> array:
-    """Return a hash of each entry of the largest input, or of a list of its indices.
+    """Return a hash of each entry of the largest input.
 
     Lists of integers with equal lengths, such as users and items, count as one input.
     """
     largest = max(inputs, key=torch.Tensor.numel)
-    lists = [x for x in inputs if x.dim() == 1 and len(x) != len(largest)]
-    for values in [x.tolist() for x in lists if not x.is_floating_point()]:
-        if len({*values}) == len(values) and values != sorted(values):
-            return array("q", values)  # such as some of a graph's nodes
     same = [x for x in inputs if len(x) == largest.numel() and x.dtype == largest.dtype]
     if len(same) > 1 and not largest.is_floating_point():
         return array("q", map(digest, *map(hashes, same)))

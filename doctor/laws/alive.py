@@ -257,8 +257,9 @@ def lost(job) -> list[Weight]:
     """Return the weights that get gradients but that no optimizer updates."""
     rows = [*latest(job).values()]
     used = {x[0].network for x in rows if x[0].optimizer is not None}
-    rows = [x for x in rows if x[0].trainable and x[0].optimizer is None]
+    rows = [x for x in rows if x[0].trainable and x[-1].optimizer is None]
     rows = [x for x in rows if x[0].training or x[0].network in used]
+    rows = [[one for one in x if one.optimizer is None] for x in rows]  # on some ranks
     rows = [x for x in rows if not any(one.moves for one in x)]
     return [x[0] for x in rows if any(one.reached for one in x)]
 

@@ -152,6 +152,9 @@ def mean_gradient(job):
     need(not wrong, f"in {wrong} of {total} steps, samples have other weights")
     uneven = [any(unequal(weights(x, n)) for n in range(20)) for x in right]
     need(sum(uneven) <= len(right) / 5, "the losses' targets have different weights")
+    terms = max(len(known(one.passes[0])) for one in right)
+    text = "gradients are summed; perhaps a term of the loss does not depend on samples"
+    need(near(ratio, 1) or terms < 2, text)
     text = f"in {len(right)} of {total} steps, the gradient is {ratio:#.4g} x the mean "
     text += f"of {size} ranks' own gradients"
     yield text + f", and their losses are divided by {ratio:g}" * (not near(ratio, 1))

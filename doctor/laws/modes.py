@@ -1,13 +1,11 @@
 """Law 6: every weight learns. Checks the modes of layers, and frozen weights."""
 
-import sys
-
 from ..event import Event
 from ..law import RISK, Breach, check, need
 from ..loaders import EpochEnd, Loaders
-from ..moments import Moments, Step
+from ..moments import Step
 from ..objects import trains
-from ..record import not_the_users, place, recorder, torch, wrap
+from ..record import place, recorder, torch
 from ..watcher import Watcher
 from .alive import LAW, Alive
 from .layers import Layers, networks
@@ -33,30 +31,11 @@ class Validation(Event, limit=1000):
     place: str
 
 
-class Dropped(Event, limit=400):
-    """The script calls dropout() itself, while gradients are enabled."""
-
-    training: bool
-    place: str
-
-
 class Modes(Watcher):
     """Records the modes of batch norm and dropout layers."""
 
     def __init__(self):
         self.pending, self.validated = None, set()
-
-    def hooks(self) -> None:
-        wrap(torch.nn.functional, "dropout", self.dropout)
-
-    def dropout(self, call, input, p=0.5, training=True, *args, **kwargs):
-        result = call(input, p, training, *args, **kwargs)
-        by_layer = sys._getframe(2).f_code.co_filename.startswith(not_the_users())
-        if p and recorder.watching and torch.is_grad_enabled() and not by_layer:
-            # A network in training mode may choose the mode of its dropout itself
-            modes = [{x.training for x in n.modules()} for n in Moments.here.networks]
-            recorder.write(Dropped(training=training or {True} in modes, place=place()))
-        return result
 
     def on_output(self, network, outputs, batch) -> None:
         """Record a network's mode, if its batch is not from the training loader."""
@@ -122,8 +101,7 @@ def eval_mode(job):
     Call model.train() at the start of each epoch, and model.eval() before validation.
     Not a mistake if: dropout and batch norm are meant to behave this way.
     """
-    called = job.processes[0].of(Dropped)
-    ran = job.of(Mode) or job.of(Validation) or called
+    ran = job.of(Mode) or job.of(Validation)
     need(ran, "no batch norm or dropout layer ran")
     steps = {one.step for one in job.processes[0].of(Step) if one.watched}
     own = [one for one in layers(job) if one.lives]
@@ -132,10 +110,6 @@ def eval_mode(job):
     if found := sorted((evals - trains) & steps):
         what = f"in {len(found)} of {len(steps)} steps, {own[0].name} is in eval mode"
         yield Breach(what, own[0].place)
-    on, off = ({x.step for x in called if x.training == mode} for mode in (True, False))
-    if on and (found := sorted((off - on) & steps)):
-        what = f"in {len(found)} of {len(steps)} steps, dropout() has training=False"
-        yield Breach(what, called[0].place)
     for one in [one for one in validations(job) if one.training][:1]:
         yield Breach(f"{one.network} validates in training mode", one.place)
 

@@ -8,11 +8,11 @@ from math import isfinite, isnan
 from ..event import Event, Exit
 from ..law import RISK, WRONG, Breach, check, need, several
 from ..loaders import EpochEnd
-from ..moments import Step
+from ..moments import Step, Wraps
 from ..record import place, recorder, torch, wrap
 from ..watcher import Watcher
 from .alive import LAW as LEARNS
-from .meeting import one_network, same_steps
+from .meeting import Call, one_network
 from .passes import Update
 from .ranks import Measured
 from .replicas import LAW, alike, weights_drift
@@ -104,7 +104,9 @@ def learning_rates_differ(job):
             yield Breach(what, row[0].place, mend=mend)
             return
     one_network(job)
-    same_steps(job)
+    calls = zip(*([x.step for x in p.of(Call)] for p in job.processes), strict=False)
+    uneven = not job.of(Wraps) and any(len({*row}) > 1 for row in calls)
+    need(not uneven, "between two collectives, the ranks take unequally many steps")
     apart = set()  # steps of ranks whose GradScalers have skipped different steps
     for row in job.rows(Update):
         if len({one["scale"] for x in row for one in x.passes[-1:]}) > 1:

@@ -392,8 +392,10 @@ class Run:
                     self.paused.wait(60)
                 yield self
             except threading.BrokenBarrierError:
+                ranks = map(Rank, job.read(self.records).processes)
+                where = " and ".join(rank.ending(None) for rank in ranks)
                 late = f"{self.when}the script does not reach step {self.pause + 1}"
-                raise Wrong(late) from None
+                raise Wrong(f"{late}: {where}") from None
             except Wrong as wrong:
                 raise Wrong(f"{self.when}{wrong}") from None
 
