@@ -883,14 +883,14 @@ def test_the_indices_and_strings_around_a_call():
     assert ("second" in seen[3]) == (sys.version_info >= (3, 13))
 
 
-@pytest.mark.parametrize("start, size, again", [(2, 8, 1), (4, 8, 0), (2, 4, 0)])
-def test_a_resume_must_not_read_again_what_was_read(start, size, again):
+@pytest.mark.parametrize("start, size", [(2, 8), (4, 8), (6, 8), (2, 4)])
+def test_a_resume_must_not_read_again_what_was_read(start, size):
     kept = {"path": "a.pt", "mark": 1, "counts": {}}
     own = fed(HALVES[0], whole=0, samples=128, length=size)
-    later = fed([*range(0, 128, 2)][8 * start :], whole=0, samples=128)
+    later = fed([*range(16 * start, 128, 2)], whole=0, samples=128, length=8 - start)
     later.insert(3, event(Kept, moment="loaded", **kept))
     found = report([*own, event(Kept, moment="saved", **kept), *later], steps=0)
-    assert ("read_again" in named(found)) == again
+    assert ("read_again" in named(found)) == (start != 4 and size == 8)
 
 
 def test_short_steps_are_not_slow():

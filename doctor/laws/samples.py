@@ -298,7 +298,7 @@ def trained_on_validation(job):
 
 @check(LAW, RISK, effects=[left_out], read="pitfall 18")
 def read_again(job):
-    """A resumed run reads samples again that it has already read in this epoch.
+    """A resumed run reads samples of this epoch again, or leaves some out.
 
     Save the number of the epoch's samples that all ranks have read, and skip as many.
     Not a mistake if: a few samples more or less do not matter to you.
@@ -318,6 +318,10 @@ def read_again(job):
             if one.mark and len(now[1]) == 1:
                 resumed.append((one, *saved[one.mark], *now[:2]))
     for one, before, old, begun, new in resumed:
+        left = (before.length or 0) - len(old)
+        if len(new) == begun.length < left - 1 and before.place == begun.place:
+            what = f"after the resume from {base(one.path)}, the epoch's last part has "
+            yield Breach(f"{what}{len(new)} batches instead of {left}", begun.place)
         at = next((n for n, x in enumerate(old) if same_batch(new[0], x)), None)
         if at is None or before.place != begun.place or new[0] is old[0]:
             continue
