@@ -124,8 +124,8 @@ def test_a_class_is_graded_in_a_sandbox(script, how, limit, tmp_path, capsys):
     assert printed.err == "ann/lab09.py is not named like a lab\n"
     ann, bob = csv.DictReader(printed.out.splitlines())
     assert ann["07"] == ("the optimizer takes no step" if limit == 100 else "")
-    assert not ann["08"]
-    assert bob["07"] == how and not (tmp_path / "written").exists()
+    assert bob["07"].replace("rank 1", "rank 0") == how  # either may fail first
+    assert not (ann["08"] or (tmp_path / "written").exists())
 
 
 def test_an_unknown_lab_and_ctrl_c(tmp_path):
