@@ -65,6 +65,12 @@ class Rank(Event):
     world_size: int
 
 
+class Sends(Event, limit=1):
+    """The script exchanges a tensor with one other rank."""
+
+    count: int  # number of elements
+
+
 class Compiles(Event, limit=1):
     """The script calls torch.compile(), after which random draws are not recorded."""
 

@@ -7,7 +7,7 @@ from array import array
 from itertools import groupby, product
 from math import inf
 
-from .event import Event
+from .event import Event, Sends
 from .loaders import Loaders, leaves
 from .moments import Moments
 from .numbers import numbers, others
@@ -27,12 +27,6 @@ OTHER = re.compile(  # results that doctor does not recompute
     r"(?![a-z])[^\d\n]{1,9}\d+\.\d",
     re.I,
 )
-
-
-class Sends(Event, limit=1):
-    """The script exchanges a tensor with one other rank."""
-
-    count: int = 0  # number of elements
 
 
 class Printed(Event, limit=2000):
@@ -109,7 +103,8 @@ class Results(Watcher):
             wrap(hvd, name, self.exchange)
 
     def send(self, call, *args, **kwargs):
-        first = args[0][0].tensor if isinstance(args[0], list) else args[0]
+        first = args[0] if args else kwargs.get("tensor", kwargs.get("p2p_op_list"))
+        first = first[0].tensor if isinstance(first, list) else first
         recorder.write(Sends(count=first.numel()))
         return self.exchange(call, *args, **kwargs)
 

@@ -16,7 +16,7 @@ from conftest import ROOT
 from torch.nn.functional import cross_entropy
 
 import doctor.laws  # noqa: F401  its checks
-from doctor.event import Exit, Failed, Rank, Start
+from doctor.event import Exit, Failed, Rank, Sends, Start
 from doctor.generators import Seed
 from doctor.job import Job, Process
 from doctor.law import CHECKS, examine
@@ -41,7 +41,7 @@ from doctor.neighbours import Input
 from doctor.objects import Objects, is_users
 from doctor.page import explanation, page
 from doctor.record import quiet, recorder, wrap
-from doctor.results import Measured, Sends
+from doctor.results import Measured
 
 SAMPLES = [[1.0, -2, 3, 0.5, 7, 2, -1, 4], [2.0, 1, -1, 4, 0.3, -6, 5, 2]]  # gradients
 SAMPLES = torch.tensor(SAMPLES, dtype=torch.float64)

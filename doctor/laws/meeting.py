@@ -5,14 +5,13 @@ from collections import Counter
 from dataclasses import field
 from itertools import compress, groupby, zip_longest
 
-from ..event import Event, Exit, Failed
+from ..event import Event, Exit, Failed, Sends
 from ..job import LOST, behind, ended, errors, stuck, waiting
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, Law, check, need, several
 from ..loaders import Epoch
 from ..moments import Moments, Step, Wraps, whole
 from ..objects import variables
 from ..record import recorder, torch, wrap
-from ..results import Sends
 from ..watcher import Watcher
 from .layers import Layers
 
