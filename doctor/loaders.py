@@ -78,8 +78,7 @@ def size(value) -> int | None:
 def leaves(value) -> list:
     """Return all dense tensors in nested containers."""
     found = torch.utils._pytree.tree_leaves(value)
-    found = [one for one in found if isinstance(one, torch.Tensor)]
-    return [one for one in found if one.layout == torch.strided]
+    return [x for x in found if torch.is_tensor(x) and x.layout == torch.strided]
 
 
 def inside(dataset) -> tuple[object, list]:

@@ -45,7 +45,7 @@ def picked(tensor, most: int):
 
 
 def numbers(tensors: Sequence, most: int = 8) -> list[list[float]]:
-    """Return a few numbers of each tensor ([] for None or meta), read at once."""
+    """Return a few numbers of each tensor ([] for None or meta), in one copy."""
     parts = [None if x is None or x.is_meta else few(x, most) for x in tensors]
     there = [x for x in parts if x is not None]
     if len({(x.dtype, x.device) for x in there}) > 1:

@@ -126,8 +126,7 @@ def one_network(job) -> None:
     need(not alone, "each rank trains its own network, and they do not meet")
     if len(sends := job.of(Sends)) == len(job.processes):
         stages = len(trained) > 1 and not any(x.step for x in sends)
-        peers = all(x.step and x.count > LARGE for x in sends)  # as in codistillation
-        peers = peers and not job.of(Wraps)
+        peers = not job.of(Wraps) and all(x.step and x.count > LARGE for x in sends)
         text = "the ranks exchange tensors, and may train different weights"
         need(not (stages or peers), text)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..draws import parts_of_orders, same_generators
-from ..event import Event
+from ..event import Event, Rank
 from ..job import Job
 from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need, several
 from ..loaders import Batch, Epoch, Pass, inside
@@ -304,6 +304,7 @@ def read_again(job):
     Not a mistake if: a few samples more or less do not matter to you.
     """
     saved, passes, fed, now, resumed = {}, {}, None, None, []
+    worlds = {x.world_size for x in job.processes[0].launches if isinstance(x, Rank)}
     for one in job.processes[0].launches:
         if isinstance(one, Epoch):
             now = passes[one.loader] = [one, [], 0]  # batches; number that steps used
@@ -318,8 +319,10 @@ def read_again(job):
             if one.mark and len(now[1]) == 1:
                 resumed.append((one, *saved[one.mark], *now[:2]))
     for one, before, old, begun, new in resumed:
+        sizes = {len(x[0].indices or ()) for x in (old, new) if x}  # of a batch
+        alike = before.place == begun.place and len(sizes) == len(worlds) == 1
         left = (before.length or 0) - len(old)
-        if len(new) == begun.length < left - 1 and before.place == begun.place:
+        if alike and len(new) == begun.length < left - 1:
             what = f"after the resume from {base(one.path)}, the epoch's last part has "
             yield Breach(f"{what}{len(new)} batches instead of {left}", begun.place)
         at = next((n for n, x in enumerate(old) if same_batch(new[0], x)), None)
