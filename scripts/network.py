@@ -51,6 +51,11 @@ def predict(parameters: float, latency: float, bandwidth: float) -> float:
     return buckets * latency + 4 * parameters / bandwidth
 
 
+def pairs_of(hosts: list[str]) -> list[tuple[str, str]]:
+    """Return the pairs to measure: all pairs of up to 8 hosts, or else neighbours."""
+    return [*(combinations(hosts, 2) if len(hosts) <= 8 else pairwise(hosts))]
+
+
 def slowest_link(speeds: dict[tuple[str, str], float]) -> str:
     """Return a sentence about the slowest link, given each pair's speed in bytes/s."""
     name, limit = " - ".join(min(speeds, key=speeds.get)), SLOW * max(speeds.values())
@@ -135,9 +140,8 @@ def main() -> None:
 
     if len(groups) == 1:
         groups = {f"rank {rank}": [rank] for rank in everyone}
-    pairs = combinations(groups, 2) if len(groups) <= 8 else pairwise(groups)
     speeds, data = {}, torch.zeros(PAIR // 4, device=device)
-    for one, other in [*pairs][:32]:
+    for one, other in pairs_of([*groups]):
         ranks = groups[one] + groups[other]
         seconds = all_reduce_seconds(data, ranks, dist.new_group(ranks))
         speeds[one, other] = bandwidths(data.nbytes, seconds, len(ranks))[1]

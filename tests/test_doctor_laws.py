@@ -895,7 +895,7 @@ def test_a_resume_must_not_read_again_what_was_read(start, size):
 
 def test_short_steps_are_not_slow():
     for wall, wanted in ((0.005, []), (0.2, ["bottleneck"] * 2)):
-        spans = [("data", 0.0, 0.6 * wall), ("backward", 0.0, 0.001)]
+        spans = [("data", 0.0, 0.4 * wall), ("backward", 0.0, 0.001)]
         rows = [event(Spans, wall=wall, spans=spans) for _ in range(9)]
         assert [x.check for x in report(rows, rows).findings] == wanted
     for often, wanted in ((1, []), (9, ["bottleneck"])):  # the first call connects

@@ -335,12 +335,6 @@ def test_weights_that_never_live_are_named():
         assert ("not_in_an_optimizer" in found) != moves
 
 
-def test_an_optimizer_that_never_steps():
-    for moves, steps in ((0, 1), (1, 1), (0, 4)):  # the job ends after step 1
-        found = named(judged(*weights("a", optimizer=-1, moves=moves), steps=steps))
-        assert ("not_in_an_optimizer" in found) == (steps == 1 and not moves)
-
-
 @pytest.mark.parametrize("added", [0, 1])
 def test_a_layer_that_is_added_late_is_told_at_the_end(added, monkeypatch):
     network, told, alive = torch.nn.Linear(2, 2), [], Alive()
@@ -369,7 +363,7 @@ def test_what_a_checkpoint_holds():
         ("held", {}, {}),
         ("held", {"save_in_place": "note"}, {"overwrites": True}),
         ("not judged", {}, {"live": True}),
-        ("broken", {"live_snapshot": "RISK"}, {"taken": 3}),
+        ("not judged", {}, {"taken": 3}),
         ("broken", {"no_optimizer": "RISK"}, {"holds": []}),
         ("broken", {"no_optimizer": "RISK"}, {"has": ["a", "b"], "loads": False}),
         ("not judged", {}, {"holds": [], "loads": False}),  # such as the best weights
@@ -610,6 +604,10 @@ def test_which_weights_are_compared(monkeypatch):
     assert named(judged(one, other)) == {"weights_drift": "note"}
     one += event(Loaded, 4), event(Loaded, 8)  # by a load alone
     assert named(judged(one, other)) == {"weights_drift": "RISK"}
+    for sent, wanted in (("1 x float32", "broken"), ("84 x float32", "not judged")):
+        one, other = both(lambda r, n: [r * (n > 0) * (20 - n)])  # later nearer
+        one += [event(Call, n, name="all_reduce", sent=sent) for n in range(8)]
+        assert law(judged(one, other + one[12:]), 4) == wanted
 
 
 def test_tensors_are_matched_by_their_names_and_networks_by_their_tensors():

@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from itertools import combinations
+from itertools import chain, combinations
 
 import pytest
 from ranks import Ranks
@@ -67,6 +67,9 @@ def test_a_link_is_named_if_it_is_clearly_slower():
         speeds = dict.fromkeys(combinations("abcd", 2), 9e8) | {("a", "c"): 8e8}
         speeds |= {(one, other): 5e8 for one, other in slow.split()}
         assert words in network.slowest_link(speeds)
+    hosts = [f"host{n}" for n in range(40)]
+    assert {*chain(*network.pairs_of(hosts))} == {*hosts}
+    assert len(network.pairs_of(hosts)) == 39
 
 
 @pytest.mark.parametrize("value", WRONG)

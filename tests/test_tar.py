@@ -81,25 +81,22 @@ def test_the_index_of_many_images_needs_little_memory(tmp_path):
 
 @pytest.mark.parametrize("commands", (WHOLE, SHARDS))
 def test_archives_have_the_images_of_the_folder(pictures, archives, commands):
-    """Each loader process opens the archives itself; a run can resume with either format."""
+    """A run can be resumed with either format."""
     made = archives(commands)
     pairs = map(build_datasets, (arguments(pictures), arguments(made)))
     for files, members in zip(*pairs, strict=True):
         assert fingerprint(files) == fingerprint(members)
         assert files.classes == members.classes == ["cat", "cat 2"]
+        sampler = EpochSampler(range(len(files)), 0, 0, 1)
+        facts = {"batch_size": 4, "device": torch.device("cpu"), "training": True}
         loaders = [
-            DeviceLoader(
-                arguments("x", "-j", workers),
-                images,
-                EpochSampler(range(len(files)), 0, 0, 1),
-                batch_size=4,
-                device=torch.device("cpu"),
-                training=True,
-            )
+            DeviceLoader(arguments("x", "-j", workers), images, sampler, **facts)
             for images, workers in ((files, 0), (members, 2))
         ]
         one, other = map(list, loaders)
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+        shared = members.archives.files  # by all loader processes, so none may seek
+        assert not any(os.lseek(file, 0, os.SEEK_CUR) for file in shared)
 
 
 def test_a_folder_is_preferred_to_an_archive_beside_it(pictures, archives):

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import field
 from itertools import pairwise, product
 
-from ..event import Event
+from ..event import Event, Rank
 from ..law import RISK, Breach, Doubt, check
-from ..loaders import Epoch, EpochEnd
-from ..moments import Moments
+from ..loaders import Batch, Epoch, EpochEnd
+from ..moments import Moments, Step
 from ..objects import Objects, namespaces, nested
 from ..record import place, quiet, recorder, torch, wrap
 from ..sample import numbers
@@ -291,3 +291,53 @@ def fallen(
             counts = gains == steps and "()" not in name and "." in name
             if best or passes > 1 or (loop and slower):
                 yield name, sure or (counts and not METER.search(name))
+
+
+@check(LAW, RISK, read="pitfall 18")
+def read_again(job):
+    """A resumed run reads samples of this epoch again, or leaves some out.
+
+    Save the number of the epoch's samples that all ranks have read, and skip as many.
+    Not a mistake if: a few samples more or less do not matter to you.
+    """
+    process, saved, passes, fed, now, resumed = job.processes[0], {}, {}, None, None, []
+    worlds = {x.world_size for x in process.launches if isinstance(x, Rank)}
+    for one in process.launches:
+        if isinstance(one, Epoch):
+            now = passes[one.loader] = [one, [], 0]  # batches; number that steps used
+        elif isinstance(one, Batch) and one.loader in passes:
+            passes[one.loader][1].append(one)
+        elif isinstance(one, Step) and one.loader in passes:
+            fed = passes[one.loader]
+            fed[2] = len(fed[1])
+        elif isinstance(one, Kept) and one.moment == "saved" and fed:
+            saved[one.mark] = fed[0], fed[1][: fed[2]]
+        elif isinstance(one, Kept) and one.moment == "loaded" and one.mark in saved:
+            if one.mark and len(now[1]) == 1:
+                resumed.append((one, *saved[one.mark], *now[:2]))
+    for one, before, old, begun, new in resumed:
+        sizes = {len(x[0].indices or ()) for x in (old, new) if x}  # of a batch
+        alike = before.place == begun.place and len(sizes) == len(worlds) == 1
+        most = max(len(x[1]) for x in passes.values() if x[0].place == before.place)
+        left = (before.length or most) - len(old)
+        ended = len(new) == begun.length or process.whole(begun.epoch, begun.loader)
+        if alike and ended and len(new) < left - 1:
+            what = f"after the resume from {base(one.path)}, the epoch's last part has "
+            yield Breach(f"{what}{len(new)} batches instead of {left}", begun.place)
+        at = next((n for n, x in enumerate(old) if same_batch(new[0], x)), None)
+        if at is None or before.place != begun.place or new[0] is old[0]:
+            continue
+        part = 1 < len(old) < (before.length or math.inf)
+        begins = at == 0 and before.length and before.length == begun.length
+        laps = [sum(same_batch(x, y) for y in old) for x in (new[0], old[-1])]
+        pairs = [*zip(new[1:3], old[at + 1 :], strict=False)] * (laps[0] == laps[1])
+        if part and (begins or (at and pairs and all(same_batch(*x) for x in pairs))):
+            what = f"after the resume from {base(one.path)}, reading begins at batch "
+            what += f"{at + 1} of the {len(old)} that were read before the save"
+            yield Breach(what, begun.place)
+
+
+def same_batch(one: Batch, other: Batch) -> bool:
+    """Return whether two batches have the same samples, as far as these are known."""
+    rows = one.rows is None or other.rows is None or one.rows == other.rows
+    return bool(one.indices) and one.indices == other.indices and rows

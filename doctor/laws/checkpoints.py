@@ -55,7 +55,6 @@ class Checkpoints(Watcher):
         self.states = set()  # the optimizers' states
         self.keys = set()  # names of tensors in optimizers' states, such as exp_avg
         self.taken = None  # tensors of state_dict(): see take()
-        self.loads = 0  # number of load_state_dict() calls
         self.given = None  # what torch.distributed.checkpoint is about to save
 
     def hooks(self) -> None:
@@ -101,7 +100,7 @@ class Checkpoints(Watcher):
             self.taken = WeakIdKeyDictionary() if self.taken is None else self.taken
             where = place()
             for one in floats(result):
-                self.taken[one] = recorder.step, one._version, where, self.loads
+                self.taken[one] = recorder.step, one._version, where
         return result
 
     def save(self, call, obj, f, *args, **kwargs):
@@ -158,7 +157,7 @@ class Checkpoints(Watcher):
         tensors = [x for one in states for x in floats(one) if not parts(x)]
         marks = [(x, (self.taken or {}).get(x)) for x in tensors]
         old = [m for x, m in marks if m and m[0] < recorder.step and x._version != m[1]]
-        taken, _, where, *_ = old[0] if old else (None, 0, place())
+        taken, _, where = old[0] if old else (None, 0, place())
         top = obj.values() if isinstance(obj, dict) else obj
         integers = [x for x in top if torch.is_tensor(x) and not x.is_floating_point()]
         held = has(obj, "param_groups") or any(self.keys & x.keys() for x in found)

@@ -32,7 +32,6 @@ class Restored(Event, limit=200):
 
     what: str  # weights, optimizer or schedule
     lost: bool  # no name in the file matches
-    own: bool  # its argument contained the network's own current tensors
     place: str
     wrapped: bool = False  # its argument has DDP's or torch.compile's names
 
@@ -106,7 +105,7 @@ def several_write(job):
         else:
             alone.append(ranks[0])
     if shared:
-        more = f", and {len(shared) - 1} more" * (len(shared) > 1)
+        more = f"; {len(shared) - 1} more likewise" * (len(shared) > 1)
         yield Breach(shared[0][0] + more, shared[0][1])
     if any(len(process.of(Opened)) >= Opened.limit for process in job.processes):
         raise Doubt(f"only the first {Opened.limit} files of each rank were seen")

@@ -14,6 +14,7 @@ from .meeting import collectives_differ, one_network, same_steps
 from .passes import LAW, Update, not_awaited
 from .replicas import (
     alike,
+    consensus,
     equal_steps,
     listed,
     parts_of_layers,
@@ -218,6 +219,7 @@ def reason_of(job: Job, row: list[Update], names: list[str]) -> tuple:
     pairs = zip(sums(row), final(row), strict=True)
     unequal = layouts and len({x.step for x in job.of(Exit)}) > 1
     need(not unequal, "the numbers of steps differ")
+    consensus(job)
     if layouts and all(math.dist(x, mean) < math.dist(x, y) for y, x in pairs):
         mend = "Change gradients alike on all ranks, for example with noise that one "
         mend += "generator, with the same seed on all ranks, draws."

@@ -322,6 +322,7 @@ def loss_scale(job, breach):
             f"is divided by {count} twice": 1 / count**2,
             f"is divided by {size}, the world size": 1 / count / size,
             f"is multiplied by {size}, the world size": size / count,
+            f"is multiplied by {size} and not divided by {count}": size,
         }
         value = [*totals(one), 0.0][0] / count
         fits = [how for how, number in hows.items() if near(value, number, 0.002)]

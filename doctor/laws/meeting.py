@@ -73,7 +73,8 @@ class Meeting(Watcher):
         if recorder.rank is None or any(x is not dist.group.WORLD for x in groups):
             return
         tensors = [x for x in values if isinstance(x, torch.Tensor)]
-        tensors = tensors[:1] if name not in UNEVEN else []
+        uneven = name in UNEVEN or "object" in name
+        tensors = [] if uneven else tensors[:1]
         sent = [f"{x.numel()} x {str(x.dtype)[6:]}" for x in tensors]
         roots = [kwargs.get(x) for x in ("src", "dst", "root_rank")]
         roots += args[ROOTS[name] :][:1] if name in ROOTS else []

@@ -11,7 +11,7 @@ from statistics import median
 
 from ..job import Job
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, NotJudged, check, need
-from ..moments import Step
+from ..moments import Step, Wraps
 from ..neighbours import Input
 from ..objects import COPY, LAYER
 from .checkpoints import Saved
@@ -90,6 +90,16 @@ def equal_steps(job: Job, after: int) -> list[int]:
     return [row[0].step for row in rows if not differing(row)[0]]
 
 
+def consensus(job: Job) -> None:
+    """Raise NotJudged if the ranks' weights come nearer, without DDP, as in ADMM."""
+    calls = [x for x in job.of(Call) if not x.weight and x.sent.find(" x ") > 1]
+    rows = states_of(job, "step", "weights")
+    gaps = [math.dist(row[0].values, row[-1].values) for row in rows]
+    often = 2 * len({one.step for one in calls}) > len(gaps) > 9
+    nearer = often and not job.of(Wraps) and 2 * gaps[-1] < max(gaps)
+    need(not nearer, "the ranks' weights come nearer, perhaps to a consensus")
+
+
 @cache
 def parts_of_layers(job: Job) -> set[str]:
     """Return weights that may be each rank's part of a layer, as of a sharded head.
@@ -163,6 +173,7 @@ def weights_drift(job):
         if found := first(own, what, 1e-5 if what == "weights" else 1e-4, parts):
             row, text, names = found
             whole_weights(job, names)
+            consensus(job)
             again = equal_steps(job, row[0].step) if own is rows else []
             when, mend = f"after step {row[0].step}", ""
             if own is ends:

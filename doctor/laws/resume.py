@@ -1,8 +1,6 @@
 """Law 8: files are complete, and have one writer. Checks what a resume restores."""
 
-import sys
 from functools import partial
-from traceback import walk_stack
 
 from ..event import Event
 from ..generators import one_state
@@ -11,7 +9,7 @@ from ..moments import Step
 from ..neighbours import Input
 from ..record import place, recorder, torch, wrap
 from ..watcher import Watcher
-from .checkpoints import Checkpoints, Saved, floats, has, no_optimizer, parts, path_of
+from .checkpoints import Saved, has, path_of
 from .files import LAW, Restored, base, wrapped
 
 
@@ -44,48 +42,14 @@ class Resumes(Watcher):
         return result
 
     def restore(self, what: str, call, owner, *args, **kwargs):
-        known, state = Checkpoints.here, args[0] if args else kwargs["state_dict"]
-        pairs = [*owner.named_parameters()] if what == "weights" else ()
-        own = {one.data_ptr() for _, one in pairs if not parts(one)}
-        given = [(one, (known.taken or {}).get(one)) for one in floats(state)]
-        # torch.distributed.checkpoint loads into the network's own tensors
-        same = [
-            one.data_ptr() in own and one._version != mark[1]
-            for one, mark in given
-            if mark and (mark[0], mark[3]) != (recorder.step, known.loads)
-        ]
-        known.loads += what == "weights"
-        files = [x.f_code.co_filename for x, _ in walk_stack(sys._getframe())]
-        loads = any("torch/distributed/checkpoint" in one for one in files)
-        own = any(same) and not loads
-        given = {"own": own, "wrapped": wrapped(state), "place": place()}
-        event = Restored(what=what, lost=False, **given)
+        state = args[0] if args else kwargs["state_dict"]
+        facts = {"wrapped": wrapped(state), "place": place()}
+        event = Restored(what=what, lost=False, **facts)
         result = call(owner, *args, **kwargs)
         unknown = getattr(result, "unexpected_keys", ())
         event.lost = bool(unknown) and len(unknown) >= len(state)
         recorder.write(event)
         return result
-
-
-@check(LAW, RISK, effects=[no_optimizer])
-def live_snapshot(job):
-    """A "copy" of the weights is not a copy: the optimizer still changes it.
-
-    Copy what state_dict() returns: copy.deepcopy(model.state_dict()).
-    Not a mistake if: you want the weights as they are when the file is written.
-    """
-    for one in job.of(Restored):
-        if one.own:
-            what = "load_state_dict() gets the network's own tensors: nothing changes"
-            yield Breach(what, one.place, level=WRONG)
-            return
-    for one in job.of(Saved):
-        if one.taken is not None:
-            what = f"{base(one.path)} is saved after step {one.step} with state_dict() "
-            what += f"of step {one.taken}, whose tensors have changed since"
-            level = RISK if one.taken else NOTE  # perhaps all of the job's weights
-            yield Breach(what, one.place, level=level)
-            return
 
 
 @check(LAW, RISK, read="pitfall 18")

@@ -1,24 +1,22 @@
 """Law 1: every sample is read once per epoch."""
 
-import math
 import re
 from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 
 from ..draws import parts_of_orders, same_generators
-from ..event import Event, Rank
+from ..event import Event
 from ..job import Job
 from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need, several
-from ..loaders import Batch, Epoch, Pass, inside
+from ..loaders import Pass, inside
 from ..moments import Step
 from ..neighbours import other_targets, takes_parts
 from ..reads import MORE, Feed, Reads, broken, feeds, interleaved, loaded, looped
 from ..record import recorder, wrap
 from ..signature import different, other_contents, plain, signature
 from ..watcher import Watcher
-from .carried import Kept
-from .files import base
+from .carried import read_again
 from .meeting import one_network
 from .modes import Validation
 from .replicas import parts_of_layers
@@ -144,7 +142,10 @@ def datasets_differ(job):
             return
 
 
-@check(LAW, RISK, general=True, needs=[Step], causes=[datasets_differ], read="lesson 4")
+CAUSES = datasets_differ, read_again
+
+
+@check(LAW, RISK, general=True, needs=[Step], causes=CAUSES, read="lesson 4")
 def left_out(job):
     """Some samples are read twice in an epoch, or never.
 
@@ -294,51 +295,3 @@ def trained_on_validation(job):
         if both and same and own[0].part != other[0].part:
             what = f"training uses {len(both)} of {len(validated)} validation samples"
             yield Breach(what, job.processes[0].loader(loader).place)
-
-
-@check(LAW, RISK, effects=[left_out], read="pitfall 18")
-def read_again(job):
-    """A resumed run reads samples of this epoch again, or leaves some out.
-
-    Save the number of the epoch's samples that all ranks have read, and skip as many.
-    Not a mistake if: a few samples more or less do not matter to you.
-    """
-    saved, passes, fed, now, resumed = {}, {}, None, None, []
-    worlds = {x.world_size for x in job.processes[0].launches if isinstance(x, Rank)}
-    for one in job.processes[0].launches:
-        if isinstance(one, Epoch):
-            now = passes[one.loader] = [one, [], 0]  # batches; number that steps used
-        elif isinstance(one, Batch) and one.loader in passes:
-            passes[one.loader][1].append(one)
-        elif isinstance(one, Step) and one.loader in passes:
-            fed = passes[one.loader]
-            fed[2] = len(fed[1])
-        elif isinstance(one, Kept) and one.moment == "saved" and fed:
-            saved[one.mark] = fed[0], fed[1][: fed[2]]
-        elif isinstance(one, Kept) and one.moment == "loaded" and one.mark in saved:
-            if one.mark and len(now[1]) == 1:
-                resumed.append((one, *saved[one.mark], *now[:2]))
-    for one, before, old, begun, new in resumed:
-        sizes = {len(x[0].indices or ()) for x in (old, new) if x}  # of a batch
-        alike = before.place == begun.place and len(sizes) == len(worlds) == 1
-        left = (before.length or 0) - len(old)
-        if alike and len(new) == begun.length < left - 1:
-            what = f"after the resume from {base(one.path)}, the epoch's last part has "
-            yield Breach(f"{what}{len(new)} batches instead of {left}", begun.place)
-        at = next((n for n, x in enumerate(old) if same_batch(new[0], x)), None)
-        if at is None or before.place != begun.place or new[0] is old[0]:
-            continue
-        part = 1 < len(old) < (before.length or math.inf)
-        begins = at == 0 and before.length and before.length == begun.length
-        laps = [sum(same_batch(x, y) for y in old) for x in (new[0], old[-1])]
-        pairs = [*zip(new[1:3], old[at + 1 :], strict=False)] * (laps[0] == laps[1])
-        if part and (begins or (at and pairs and all(same_batch(*x) for x in pairs))):
-            what = f"after the resume from {base(one.path)}, reading begins at batch "
-            what += f"{at + 1} of the {len(old)} that were read before the save"
-            yield Breach(what, begun.place)
-
-
-def same_batch(one: Batch, other: Batch) -> bool:
-    """Return whether two batches have the same samples, as far as these are known."""
-    rows = one.rows is None or other.rows is None or one.rows == other.rows
-    return bool(one.indices) and one.indices == other.indices and rows

@@ -81,7 +81,7 @@ class Clock(Watcher):
         inner = getattr(inner, "module", inner)
         name = type(inner).__name__
         new = torch.is_grad_enabled() and name not in self.known
-        if new and (weights := [*inner.parameters()]):
+        if new and not Moments.here.backing and (weights := [*inner.parameters()]):
             self.known.add(name)
             count, device = sum(one.numel() for one in weights), weights[0].device.type
             recorder.write(Runs(network=name, weights=count, device=device))
@@ -208,7 +208,7 @@ def bottleneck(job):
     if any(one.watched for one in steps[0]):
         shares.pop("other code")  # it includes doctor's own work
     for part, (share, rank) in shares.items():
-        if share > 2 * SHARE:
+        if share > (0.5 if part == "other code" else 2 * SHARE):
             what = f"{part} takes {share:.0%} of a {1000 * wall:.0f} ms step on rank "
             found.append(Breach(f"{what}{rank}", mend=MENDS[part]))
     columns = [*zip(*steps, strict=False)]

@@ -29,7 +29,6 @@ import torch
 import torch._dynamo  # otherwise, each process imports it in its first step
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import optimizer as optimizers
 from torch.overrides import TorchFunctionMode
@@ -68,7 +67,7 @@ class Step(Event):
     after: Tensor | None = None
     passes: list[Forward]  # passes with gradients since the last step
     images: Tensor | None = None  # of all passes
-    images_at_once: int = 0  # in the largest pass, times the number of processes
+    images_at_once: int = 0  # forward before a backward(), times the world size
     dtypes: set[str]  # of the outputs of the linear layers
     lr: float = 0.0
     scaled: bool = False  # a gradient scaler multiplies the loss and takes the step
@@ -100,7 +99,7 @@ class Watch(Watcher):
     def __init__(self):
         self.now, self.last = Step(passes=[], dtypes=set()), Last(waits={}, wrote=set())
         self.done, self.depth, self.sent, self.scales = None, 0, 0, False
-        self.of_batch = False
+        self.of_batch, self.waiting = False, 0  # images without a backward pass
         self.shapes = []  # of what the collectives since the last step sent
 
     def hooks(self) -> None:
@@ -112,6 +111,8 @@ class Watch(Watcher):
         wrap(nn.init, "kaiming_uniform_", self.start)
         wrap(torch, "save", self.save)
         wrap(nn.functional, "batch_norm", self.batch_norm)
+        for name in ("backward", "grad"):
+            wrap(torch.autograd, name, self.backward)
         sys.addaudithook(self.audit)
         names = [(dist, name) for name in ("send", "recv", "isend", "irecv")]
         names += [(dist.Store, "get"), (dist.Store, "multi_get")]
@@ -162,6 +163,10 @@ class Watch(Watcher):
         self.of_batch = bool(kwargs.get("training", any(args[5:6])))
         return call(*args, **kwargs)
 
+    def backward(self, call, *args, **kwargs):
+        self.waiting = 0
+        return call(*args, **kwargs)
+
     def scale(self, call, scaler, *args, **kwargs):
         scaler.set_growth_interval(7)  # the scale changes during the run
         self.scales = scaler.get_scale() > 1
@@ -186,6 +191,9 @@ class Watch(Watcher):
                 one = Forward(training=layer.training or self.of_batch, **facts)
                 self.of_batch = False
                 self.now.passes.append(one) if grad else recorder.write(one)
+                self.waiting += len(one.images) if grad else 0
+                most = self.waiting * int(os.environ["WORLD_SIZE"])
+                self.now.images_at_once = max(self.now.images_at_once, most)
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
         self.depth += 1  # ZeRO's and Horovod's steps contain another step
@@ -208,7 +216,6 @@ class Watch(Watcher):
         now.after, now.lr = flat(optimizer), optimizer.param_groups[0]["lr"]
         images = [torch.empty(0, 8), *(one.images for one in now.passes)]
         now.images = torch.cat(images)
-        now.images_at_once = max(map(len, images)) * int(os.environ["WORLD_SIZE"])
         shards = [x for x in own if hasattr(x, "placements")]
         parts = [x.to_local().numel() < x.numel() for x in shards]
         alone = bool(parts) and os.environ["WORLD_SIZE"] == "1"
@@ -368,23 +375,30 @@ class Run:
     def started(self) -> Iterator["Run"]:
         """Start the processes, wait for their end or pause, and at last kill them."""
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-            self.files = self.files or Path(folder)
+            used, self.files = bool(self.files), self.files or Path(folder)
             self.records = Path(tempfile.mkdtemp(dir=folder))
             self.paused = FORK.Barrier(self.size + 1)
             needs = "import horovod" in self.script.read_text()
             places = horovod(self.size, stack) if needs else [{}] * self.size
-            common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
+            # As torchrun does, serve the store at MASTER_PORT for all processes
+            host = "127.0.0.1"
+            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            common = {"MASTER_ADDR": host, "MASTER_PORT": str(store.port)}
+            common |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+            common |= {"TORCHELASTIC_RESTART_COUNT": "0"}
             common |= {"DOCTOR_FOLDER": str(self.records)}
             local = self.size // self.machines
             sizes = {"WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": local}
             sizes |= {"GROUP_WORLD_SIZE": self.machines}
             stack.callback(self.kill)
-            for rank, place in enumerate(places):
+            # In a used folder, the others see files of an earlier run before rank 0
+            for rank, place in reversed([*enumerate(places)]):
+                time.sleep(0.5 * (used and rank == 0))
                 own = {"RANK": rank, "LOCAL_RANK": rank % local}
                 own |= {"GROUP_RANK": rank // local, **sizes}
                 task = self, common | {name: str(x) for name, x in own.items()} | place
-                self.processes.append(FORK.Process(target=be_rank, args=task))
-                self.processes[rank].start()
+                self.processes.insert(0, FORK.Process(target=be_rank, args=task))
+                self.processes[0].start()
             try:
                 if self.pause is None:
                     self.end()
