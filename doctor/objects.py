@@ -150,10 +150,18 @@ def namespaces(frame: FrameType | None) -> list[tuple[str, dict]]:
     return found
 
 
-def variables(frame: FrameType | None) -> tuple[dict[str, str], dict[str, int]]:
-    """Return the strings and counts (see count_of) in variables of a frame's stack."""
+def variables(
+    frame: FrameType | None, size: int = 0
+) -> tuple[dict[str, str], dict[str, int]]:
+    """Return the strings and counts (see count_of) in variables of a frame's stack.
+
+    A list of `size` strings in the innermost function is returned as lines.
+    """
     texts, counts = {}, {}
-    for _, values in scopes(frame):
+    for number, (_, values) in enumerate(scopes(frame)):
+        lists = [(k, x) for k, x in values.items() if type(x) in (list, tuple)]
+        lists = [(k, x) for k, x in lists if len(x) == size and not number]
+        texts |= {k: "\n".join(x) for k, x in lists if {*map(type, x)} == {str}}
         few = {k: x for k, x in values.items() if type(x) is str and k[:2] != "__"}
         texts = {k: x for k, x in few.items() if len(x) <= LONGEST} | texts
         own = {k: count_of(x) for k, x in [*values.items()][:LONGEST]}

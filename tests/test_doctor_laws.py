@@ -842,6 +842,8 @@ def test_a_loop_over_names_has_one_order_on_all_ranks(other):
     for n, one in enumerate(each(Call, ranks)):
         one.passes = n % 3
     assert not named(report(*ranks))
+    ranks = [calls([{"names": "\n".join(keys)}], "keys") for keys in both]  # one stack
+    assert len(named(report(*ranks))) == (other == "bac")
 
 
 @pytest.mark.parametrize("names", ["abab", "baab", "bbbb", "cdcd"])

@@ -363,7 +363,6 @@ def test_what_a_checkpoint_holds():
         ("held", {}, {}),
         ("held", {"save_in_place": "note"}, {"overwrites": True}),
         ("not judged", {}, {"live": True}),
-        ("not judged", {}, {"taken": 3}),
         ("broken", {"no_optimizer": "RISK"}, {"holds": []}),
         ("broken", {"no_optimizer": "RISK"}, {"has": ["a", "b"], "loads": False}),
         ("not judged", {}, {"holds": [], "loads": False}),  # such as the best weights

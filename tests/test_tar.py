@@ -81,7 +81,7 @@ def test_the_index_of_many_images_needs_little_memory(tmp_path):
 
 @pytest.mark.parametrize("commands", (WHOLE, SHARDS))
 def test_archives_have_the_images_of_the_folder(pictures, archives, commands):
-    """A run can be resumed with either format."""
+    """A run can be resumed with either format; loader processes share files, so none may seek."""
     made = archives(commands)
     pairs = map(build_datasets, (arguments(pictures), arguments(made)))
     for files, members in zip(*pairs, strict=True):
@@ -95,8 +95,7 @@ def test_archives_have_the_images_of_the_folder(pictures, archives, commands):
         ]
         one, other = map(list, loaders)
         torch.testing.assert_close(one, other, rtol=0, atol=0)
-        shared = members.archives.files  # by all loader processes, so none may seek
-        assert not any(os.lseek(file, 0, os.SEEK_CUR) for file in shared)
+        assert not any(os.lseek(x, 0, os.SEEK_CUR) for x in members.archives.files)
 
 
 def test_a_folder_is_preferred_to_an_archive_beside_it(pictures, archives):

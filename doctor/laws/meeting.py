@@ -89,7 +89,7 @@ class Meeting(Watcher):
         call.weight = weight if name in SUMS else ""
         for one in tensors if recorder.watching and self.counts[where] < 99 else ():
             if name in SUMS:
-                call.keys, counts = variables(sys._getframe())
+                call.keys, counts = variables(sys._getframe(), one.numel())
                 call.counts = counts if one.numel() == 1 else {}
             table = one.dim() == 2 or not one.is_floating_point()
             few = one.numel() <= (COUNTS if table else 64)
@@ -288,7 +288,8 @@ def mixed(rows: list[list[Call]]) -> tuple[str, str, str] | None:
     for _, run in groupby(columns, lambda x: (x[0].place, x[0].step, x[0].passes)):
         ranks = [*zip(*run, strict=True)]
         one = ranks[0][0]
-        keys = {k: [[x.keys.get(k) for x in own] for own in ranks] for k in one.keys}
+        texts = {k: [[x.keys.get(k, "") for x in y] for y in ranks] for k in one.keys}
+        keys = {k: ["\n".join(x).split("\n") for x in own] for k, own in texts.items()}
         keys = {k: x for k, x in keys.items() if of_a_loop(x[0])}
         if not any(all(own == x[0] for own in x) for x in keys.values()):
             orders = [(k, x) for k, x in keys.items() if len({*map(frozenset, x)}) == 1]
