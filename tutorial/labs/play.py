@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import ClassVar
 
@@ -358,6 +358,18 @@ def horovod(size: int, stack: contextlib.ExitStack) -> list[dict[str, str]]:
     return [common | create_slot_env_vars(slot) for slot in slots]
 
 
+def serve(ours: Connection, theirs: Connection) -> None:
+    """Send the port of a store for all ranks, as torchrun's agent serves it.
+
+    The grader itself must have no threads, because it forks the ranks.
+    """
+    ours.close()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    theirs.send(store.port)
+    with contextlib.suppress(EOFError):  # the grader has ended
+        theirs.recv()
+
+
 @dataclass
 class Run:
     """The processes that run a script; `started` starts them for a `with` block."""
@@ -380,10 +392,11 @@ class Run:
             self.paused = FORK.Barrier(self.size + 1)
             needs = "import horovod" in self.script.read_text()
             places = horovod(self.size, stack) if needs else [{}] * self.size
-            # As torchrun does, serve the store at MASTER_PORT for all processes
-            host = "127.0.0.1"
-            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-            common = {"MASTER_ADDR": host, "MASTER_PORT": str(store.port)}
+            ours, theirs = FORK.Pipe()
+            server = FORK.Process(target=serve, args=(ours, theirs))
+            stack.callback(server.kill)
+            server.start()
+            common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ours.recv())}
             common |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
             common |= {"TORCHELASTIC_RESTART_COUNT": "0"}
             common |= {"DOCTOR_FOLDER": str(self.records)}
