@@ -604,7 +604,7 @@ def test_which_weights_are_compared(monkeypatch):
     one += event(Loaded, 4), event(Loaded, 8)  # by a load alone
     assert named(judged(one, other)) == {"weights_drift": "RISK"}
     for sent, wanted in (("1 x float32", "broken"), ("84 x float32", "not judged")):
-        one, other = both(lambda r, n: [r * (n > 0) * (20 - n)])  # later nearer
+        one, other = both(lambda r, n: [r * (n > 0) * (12 - n)])  # later nearer
         one += [event(Call, n, name="all_reduce", sent=sent) for n in range(8)]
         assert law(judged(one, other + one[12:]), 4) == wanted
 
