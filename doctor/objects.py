@@ -160,8 +160,11 @@ def variables(
     texts, counts = {}, {}
     for number, (_, values) in enumerate(scopes(frame)):
         lists = [(k, x) for k, x in values.items() if type(x) in (list, tuple)]
-        lists = [(k, x) for k, x in lists if len(x) == size and not number]
-        texts |= {k: "\n".join(x) for k, x in lists if {*map(type, x)} == {str}}
+        lists *= number == 0 and 1 < size <= MOST
+        lists = [
+            (k, x) for k, x in lists if len(x) == size and {*map(type, x)} == {str}
+        ]
+        texts |= {k: "\n".join(one[:LONGEST] for one in x) for k, x in lists}
         few = {k: x for k, x in values.items() if type(x) is str and k[:2] != "__"}
         texts = {k: x for k, x in few.items() if len(x) <= LONGEST} | texts
         own = {k: count_of(x) for k, x in [*values.items()][:LONGEST]}

@@ -603,9 +603,9 @@ def test_which_weights_are_compared(monkeypatch):
     assert named(judged(one, other)) == {"weights_drift": "note"}
     one += event(Loaded, 4), event(Loaded, 8)  # by a load alone
     assert named(judged(one, other)) == {"weights_drift": "RISK"}
-    for sent, wanted in (("1 x float32", "broken"), ("84 x float32", "not judged")):
+    for like, wanted in ((False, "broken"), (True, "not judged")):
         one, other = both(lambda r, n: [r * (n > 0) * (12 - n)])  # later nearer
-        one += [event(Call, n, name="all_reduce", sent=sent) for n in range(8)]
+        one += [event(Call, n, name="all_reduce", like=like) for n in range(8)]
         assert law(judged(one, other + one[12:]), 4) == wanted
 
 

@@ -300,13 +300,15 @@ def read_again(job):
     Save the number of the epoch's samples that all ranks have read, and skip as many.
     Not a mistake if: a few samples more or less do not matter to you.
     """
-    process, saved, passes, fed, now, resumed = job.processes[0], {}, {}, None, None, []
-    worlds = {x.world_size for x in process.launches if isinstance(x, Rank)}
-    for one in process.launches:
+    saved, passes, fed, now, resumed, done = {}, {}, None, None, [], []
+    worlds = {x.world_size for x in job.processes[0].launches if isinstance(x, Rank)}
+    for one in job.processes[0].launches:
         if isinstance(one, Epoch):
             now = passes[one.loader] = [one, [], 0]  # batches; number that steps used
         elif isinstance(one, Batch) and one.loader in passes:
             passes[one.loader][1].append(one)
+        elif isinstance(one, EpochEnd) and one.loader in passes:
+            done += [passes[one.loader]] * one.whole
         elif isinstance(one, Step) and one.loader in passes:
             fed = passes[one.loader]
             fed[2] = len(fed[1])
@@ -314,13 +316,15 @@ def read_again(job):
             saved[one.mark] = fed[0], fed[1][: fed[2]]
         elif isinstance(one, Kept) and one.moment == "loaded" and one.mark in saved:
             if one.mark and len(now[1]) == 1:
-                resumed.append((one, *saved[one.mark], *now[:2]))
-    for one, before, old, begun, new in resumed:
+                resumed.append((one, *saved[one.mark], now))
+    whole = [x for x in done if all(x is not own for *_, own in resumed)]
+    for one, before, old, (begun, new, _) in resumed:
         sizes = {len(x[0].indices or ()) for x in (old, new) if x}  # of a batch
         alike = before.place == begun.place and len(sizes) == len(worlds) == 1
-        most = max(len(x[1]) for x in passes.values() if x[0].place == before.place)
-        left = (before.length or most) - len(old)
-        ended = len(new) == begun.length or process.whole(begun.epoch, begun.loader)
+        lengths = {len(x[1]) for x in whole if x[0].place == before.place}  # of streams
+        length = before.length or sum(lengths) * (len(lengths) == 1)
+        left, ended = length - len(old), any(x[1] is new for x in done)
+        ended = ended or len(new) == begun.length
         if alike and ended and len(new) < left - 1:
             what = f"after the resume from {base(one.path)}, the epoch's last part has "
             yield Breach(f"{what}{len(new)} batches instead of {left}", begun.place)

@@ -48,6 +48,7 @@ class Call(Event, limit=3000):
     inside: list[str] = ()  # weights of the module whose forward() calls it
     gathers: list[str] = ()  # weights that it gathers
     weight: str = ""  # the weight whose gradient it sums
+    like: bool = False  # the tensor has as many elements as a matrix of weights
 
 
 class Meeting(Watcher):
@@ -91,6 +92,7 @@ class Meeting(Watcher):
             if name in SUMS:
                 call.keys, counts = variables(sys._getframe(), one.numel())
                 call.counts = counts if one.numel() == 1 else {}
+            call.like = one.numel() in {x.numel() for x in trained() if x.dim() > 1}
             table = one.dim() == 2 or not one.is_floating_point()
             few = one.numel() <= (COUNTS if table else 64)
             if few and type(one) is torch.Tensor and not weight:
@@ -266,14 +268,13 @@ def collectives_differ(job):
             yield Breach(what, calls[0].place, mend=mend)
             return
     if found := mixed(rows):
-        what, line, mend = found
-        yield Breach(what, line, mend=mend)
+        yield found
         return
     yield f"{len(rows[0]):,} collective{'s' * (len(rows[0]) > 1)} in the same order"
 
 
-def mixed(rows: list[list[Call]]) -> tuple[str, str, str] | None:
-    """Return (message, line, advice) if the ranks' calls differ in order, or None."""
+def mixed(rows: list[list[Call]]) -> Breach | None:
+    """Return a breach if the ranks' calls, or the sums in a tensor, differ in order."""
     found, columns = [], [*zip(*rows, strict=False)]
     sets = [{x.weight for x in own if x.weight} for own in rows]
     for number, calls in enumerate(columns, 1):
@@ -284,7 +285,7 @@ def mixed(rows: list[list[Call]]) -> tuple[str, str, str] | None:
             what = f"collective call {number} sums the gradient of {told}"
             now = [{x.weight for x in own if x.step == calls[0].step} for own in rows]
             mend = ORDER if all(x == now[0] for x in now) else ZEROS
-            return what, calls[0].place, mend
+            return Breach(what, calls[0].place, mend=mend)
     for _, run in groupby(columns, lambda x: (x[0].place, x[0].step, x[0].passes)):
         ranks = [*zip(*run, strict=True)]
         one = ranks[0][0]
@@ -297,16 +298,17 @@ def mixed(rows: list[list[Call]]) -> tuple[str, str, str] | None:
     for one, name, lists in found[:1]:
         pair = next(x for x in zip(*lists, strict=True) if len({*x}) > 1)
         told = ", ".join(f"{x} on rank {n}" for n, x in enumerate(pair[:4]))
-        loops = f"{len(found)} loop{'s' * (len(found) > 1)}"
-        what = f"in {loops}, {one.name}() gets different {name}: {told}"
-        return what, one.place, ORDER
+        listed = "\n" in one.keys[name]  # perhaps the order of the tensor's elements
+        loops = f"in {len(found)} loop{'s' * (len(found) > 1)}, " * (not listed)
+        what = f"{loops}{one.name}() gets different {name}: {told}"
+        return Breach(what, one.place, level=RISK * listed, mend=ORDER)
     return None
 
 
 def of_a_loop(values: list[str]) -> bool:
     """Return whether values are all different, or repeat different ones in turn."""
     count = len({*values})
-    return count > 1 and values == (values[:count] * len(values))[: len(values)]
+    return count > 1 and all(x == values[n % count] for n, x in enumerate(values))
 
 
 @check(

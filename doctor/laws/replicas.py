@@ -92,9 +92,9 @@ def equal_steps(job: Job, after: int) -> list[int]:
 
 def consensus(job: Job) -> None:
     """Raise NotJudged if the ranks' weights come nearer, without DDP, as in ADMM."""
-    calls = [x for x in job.of(Call) if not x.weight and x.sent.find(" x ") > 1]
-    rows = states_of(job, "step", "weights")
-    gaps = [math.dist(row[0].values, row[-1].values) for row in rows]
+    calls = [x for x in job.of(Call) if x.like and not x.weight]
+    rows = [[x.values for x in row] for row in states_of(job, "step", "weights")]
+    gaps = [math.dist(x[0], x[-1]) for x in rows if len({*map(len, x)}) == 1] or [0.0]
     often = 2 * len({one.step for one in calls}) > len(gaps) > 9
     nearer = often and 3 * max(gaps[-(len(gaps) // 4) :]) < max(gaps)
     text = "the ranks' weights come nearer, perhaps to a consensus"

@@ -140,8 +140,6 @@ def check_facts(run: Run, **facts: object) -> None:
     files = Counter(chain(*(one.wrote for rank in run.ranks for one in rank.last)))
     if shared := [path.name for path, count in files.items() if count > 1]:
         raise Wrong(f"several processes write {shared[0]}")
-    if any(path.name == "pretrained.pt" for path in files):
-        raise Wrong("the script overwrites pretrained.pt")
     limits = facts | {"all_reduces_per_step": 1, "collectives": 17} | facts
     if len(run.ranks) != 2:
         del limits["collectives"]  # it depends on the number of steps
@@ -244,7 +242,7 @@ def check_blocks(run: Run) -> None:
         out = [leaves_out(x.before, x.passes[0]) for x in one.steps]
         third = len(out) // 3
         most = out[third:], out[:-third]
-        rare = not 0.2 < sum(out) / len(out) < 0.8
+        rare = not 0.1 < sum(out) / len(out) < 0.9
         if rare or any(len({*x}) == 1 for x in most) or out[:-2] == out[2:]:
             steps = [number for number, left in enumerate(out, 1) if left]
             text = f"rank {rank} leaves out the middle block in steps {steps}"

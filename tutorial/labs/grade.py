@@ -13,6 +13,7 @@ import importlib.util
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -51,7 +52,8 @@ def grade(script: Path) -> str | None:
         for size in map(int, lab.processes.split(", ")):
             when = "with one process, " if size == 1 else f"with {size} processes, "
             when *= size != 2
-            with Run(script, size=size, when=when).started() as run:
+            run = Run(script, size=size, when=when)
+            with unchanged(script.with_name("pretrained.pt")), run.started():
                 check(run, lab, once=size == 2)
                 when = "with files of an earlier run in the folder, "
                 if size == 2 and spoil(run.files):
@@ -62,6 +64,16 @@ def grade(script: Path) -> str | None:
     except Exception as error:
         return f"the script cannot be graded: {error}"
     return None
+
+
+@contextlib.contextmanager
+def unchanged(file: Path) -> Iterator[None]:
+    """Raise Wrong if a script changes a file that belongs to the lab; restore it."""
+    content = file.read_bytes() if file.exists() else None
+    yield
+    if content is not None and (not file.exists() or file.read_bytes() != content):
+        file.write_bytes(content)
+        raise Wrong(f"the script changes {file.name}")
 
 
 def spoil(folder: Path) -> bool:

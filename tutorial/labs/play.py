@@ -24,6 +24,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import ClassVar
+from uuid import uuid4
 
 import torch
 import torch._dynamo  # otherwise, each process imports it in its first step
@@ -396,9 +397,11 @@ class Run:
             server = FORK.Process(target=serve, args=(ours, theirs))
             stack.callback(server.kill)
             server.start()
+            theirs.close()
             common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ours.recv())}
             common |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
             common |= {"TORCHELASTIC_RESTART_COUNT": "0"}
+            common |= {"TORCHELASTIC_RUN_ID": str(uuid4())}
             common |= {"DOCTOR_FOLDER": str(self.records)}
             local = self.size // self.machines
             sizes = {"WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": local}
