@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Iterator
 from itertools import chain, count, islice
 from traceback import walk_stack
-from types import FrameType
+from types import CodeType, FrameType
 
 from .record import LIBRARY, not_the_users, torch
 from .sample import picked
@@ -123,8 +123,8 @@ def few_of(tensor):
     return torch.cat([few, rest[None]])
 
 
-def scopes(frame: FrameType | None) -> Iterator[tuple[str, dict]]:
-    """Yield the name and variables of the script's function, and of its callers."""
+def scopes(frame: FrameType | None) -> Iterator[tuple[CodeType, dict]]:
+    """Yield the code and variables of the script's function, and of its callers."""
     outside = (*not_the_users(), LIBRARY)
     frames = [one for one, _ in walk_stack(frame)]
     frames = [x for x in frames if not x.f_code.co_filename.startswith(outside)]
@@ -133,7 +133,7 @@ def scopes(frame: FrameType | None) -> Iterator[tuple[str, dict]]:
         old = sys.version_info < (3, 13)  # f_locals is what locals() has returned
         named = old and {"locals", "vars", "dir"} & {*code.co_names}
         values = {} if named else one.f_locals
-        yield code.co_name, values
+        yield code, values
         # Before Python 3.13, the frame would keep references to all values
         own = type(values) is dict and code.co_flags & inspect.CO_OPTIMIZED
         if own and sys.getrefcount(values) < 4:
@@ -143,9 +143,9 @@ def scopes(frame: FrameType | None) -> Iterator[tuple[str, dict]]:
 def namespaces(frame: FrameType | None) -> list[tuple[str, dict]]:
     """Return (prefix, variables) of the script's module and of its functions."""
     found = [("", vars(sys.modules["__main__"]))]
-    for name, values in scopes(frame):
-        if name != "<module>":
-            found.append((f"{name}().", {**values}))
+    for code, values in scopes(frame):
+        if code.co_name != "<module>":
+            found.append((f"{code.co_name}().", {**values}))
         del values
     return found
 
@@ -155,12 +155,13 @@ def variables(
 ) -> tuple[dict[str, str], dict[str, int]]:
     """Return the strings and counts (see count_of) in variables of a frame's stack.
 
-    A list of `size` strings in the innermost function is returned as lines.
+    A list of `size` strings in the innermost function, if this sorts nothing, is
+    returned as lines.
     """
     texts, counts = {}, {}
-    for number, (_, values) in enumerate(scopes(frame)):
+    for number, (code, values) in enumerate(scopes(frame)):
         lists = [(k, x) for k, x in values.items() if type(x) in (list, tuple)]
-        lists *= number == 0 and 1 < size <= MOST
+        lists *= number == 0 and 1 < size <= MOST and "sorted" not in code.co_names
         lists = [
             (k, x) for k, x in lists if len(x) == size and {*map(type, x)} == {str}
         ]
