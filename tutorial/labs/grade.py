@@ -70,10 +70,12 @@ def grade(script: Path) -> str | None:
 def unchanged(file: Path) -> Iterator[None]:
     """Raise Wrong if a script changes a file that belongs to the lab; restore it."""
     content = file.read_bytes() if file.exists() else None
-    yield
-    if content is not None and (not file.exists() or file.read_bytes() != content):
-        file.write_bytes(content)
-        raise Wrong(f"the script changes {file.name}")
+    try:
+        yield
+    finally:
+        if content and (not file.exists() or file.read_bytes() != content):
+            file.write_bytes(content)
+            raise Wrong(f"the script changes {file.name}")
 
 
 def spoil(folder: Path) -> bool:
