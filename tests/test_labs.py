@@ -134,7 +134,7 @@ def test_an_unknown_lab_and_ctrl_c(tmp_path):
         assert played.end() == [2] and played.log(0).count("\n") == 1
     command = ["python", *GRADE, "19"]  # it hangs
     with Started(tmp_path, command, output=None, PATIENCE="100") as grader:
-        wait_until(lambda: len(processes_of(grader.run)) == 3, 60, "two ranks")
+        wait_until(lambda: len(processes_of(grader.run)) == 4, 60, "all processes")
         time.sleep(2)
         grader.process.send_signal(2)
         assert grader.process.wait(timeout=20) == 130

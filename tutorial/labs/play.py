@@ -395,8 +395,9 @@ class Run:
             places = horovod(self.size, stack) if needs else [{}] * self.size
             ours, theirs = FORK.Pipe()
             server = FORK.Process(target=serve, args=(ours, theirs))
-            stack.callback(server.kill)
             server.start()
+            stack.callback(server.join)
+            stack.callback(server.kill)
             theirs.close()
             common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ours.recv())}
             common |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
