@@ -160,12 +160,11 @@ def variables(
     """
     texts, counts = {}, {}
     for number, (code, values) in enumerate(scopes(frame)):
-        lists = [(k, x) for k, x in values.items() if type(x) in (list, tuple)]
-        lists *= number == 0 and 1 < size <= MOST and "sorted" not in code.co_names
-        lists = [
-            (k, x) for k, x in lists if len(x) == size and {*map(type, x)} == {str}
-        ]
-        texts |= {k: "\n".join(one[:LONGEST] for one in x) for k, x in lists}
+        sorts = "sorted" in code.co_names
+        read = number == 0 and 1 < size <= MOST and not sorts
+        for k, x in [*values.items()] if read else ():
+            if type(x) in (list, tuple) and len(x) == size and {*map(type, x)} == {str}:
+                texts[k] = "\n".join(one[:LONGEST] for one in x)
         few = {k: x for k, x in values.items() if type(x) is str and k[:2] != "__"}
         texts = {k: x for k, x in few.items() if len(x) <= LONGEST} | texts
         own = {k: count_of(x) for k, x in [*values.items()][:LONGEST]}
