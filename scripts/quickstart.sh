@@ -15,5 +15,4 @@ set_up requirements.txt requirements/sample.txt
 set_up_horovod
 cd "$ROOT"
 "$PYTHON" -m scripts.sample_data sample_data/digits
-export PYTHON
 exec "$PYTHON" -m scripts.quickstart sample_data/digits runs/quickstart

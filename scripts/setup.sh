@@ -37,7 +37,8 @@ set_up() {
         return
     fi
 
-    PYTHON=$ROOT/.venv/bin/python
+    export PYTHON=$ROOT/.venv/bin/python
+    unset PYTHONDONTWRITEBYTECODE # containers often set it; each process would compile PyTorch's code anew
     marker=$ROOT/.venv/installed-$(cat "$ROOT"/requirements.txt "$ROOT"/requirements/* - <<<"$*" | cksum | cut -d' ' -f1)
     [ ! -e "$marker" ] || return 0
 

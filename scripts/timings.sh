@@ -15,5 +15,4 @@ source "$ROOT/scripts/setup.sh"
 
 set_up requirements.txt requirements/report.txt
 set_up_horovod
-export PYTHON
 exec "$PYTHON" -m benchmarks.timings "$@"
