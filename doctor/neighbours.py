@@ -171,6 +171,8 @@ def same_rows(ranks: list[list[Input]]) -> bool:
 
 
 def other_targets(job: Job) -> bool:
-    """Return whether two ranks have different targets in most steps."""
-    rows = [[sorted(one.values) for one in row] for row in job.rows(Targets)]
-    return sum(any(map(ne, row, row[1:])) for row in rows) > len(rows) / 2
+    """Return whether two ranks' targets, or smaller inputs, differ in most steps."""
+    targets = [[sorted(one.values) for one in row] for row in job.rows(Targets)]
+    others = [[one.arguments for one in row] for row in job.rows(Input)]
+    counts = [sum(any(map(ne, x, x[1:])) for x in rows) for rows in (targets, others)]
+    return counts[0] > len(targets) / 2 or counts[1] > len(others) / 2

@@ -214,3 +214,9 @@ def kind(module) -> str:
 def trains(network) -> bool:
     """Return whether dropout or batch norm layers are in training mode."""
     return any(one.training and kind(one) for one in network.modules())
+
+
+def of_a_loop(values: list[str]) -> bool:
+    """Return whether values are all different, or repeat different ones in turn."""
+    count = len({*values})
+    return count > 1 and all(x == values[n % count] for n, x in enumerate(values))

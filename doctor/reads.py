@@ -121,7 +121,8 @@ class Reads:
         for one, other in permutations([] if self.stays() else self.all[:8], 2):
             first = enumerate(one[: self.batch + 1])
             for shift in [n for n, x in first if x in other[:1] and n]:
-                if sum(map(eq, one[shift:], other)) > 0.7 * len(one):
+                likes = [sum(map(eq, one[shift:], own)) for own in (other, one)]
+                if likes[0] - likes[1] > 0.7 * len(one):
                     return shift
         return 0
 
@@ -318,7 +319,7 @@ def looped(job: Job) -> list[Reads]:
         if one.together()[0] >= 0.9 > whole.together()[0]:
             one.later = True
             return [one]
-        epochs = epochs and count == size and not one.numbers()["within"]
+        epochs = epochs and not one.numbers()["within"]
         found += [one] * epochs
     return found
 

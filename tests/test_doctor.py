@@ -39,7 +39,6 @@ TOGETHER = {
         "no zero_grad",
         "a log that every process writes",
         "a table of classes that each process numbers in another order",
-        "a metric that compares predictions with other samples' labels",
     ],
     "amp": [
         "clipping of scaled gradients",
@@ -50,7 +49,11 @@ TOGETHER = {
         "each process validates its own batch-norm statistics",
     ],
     "spawn": ["a fixed port", "no DDP"],
-    "contrast": ["a gather without a gradient", "a schedule for all processes"],
+    "contrast": [
+        "a gather without a gradient",
+        "a schedule for all processes",
+        "a setting that each process adapts",
+    ],
 }
 # Mistakes that doctor does not see; docs/doctor.md lists its limits
 UNSEEN = {

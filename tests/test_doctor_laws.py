@@ -1,6 +1,5 @@
 """doctor judges laws 1, 2, 3, 7, 9 and 10 by events like those that a job records."""
 
-import gc
 import os
 import random
 import sys
@@ -17,24 +16,22 @@ import pytest
 import torch
 from conftest import ROOT, run
 from test_doctor_steps import event, judged, known, law, made, one_pass, written
-from torch.utils.data import DataLoader, TensorDataset
 
 from doctor.draws import Drawn, Draws, Made, Order, Own, shuffled
-from doctor.event import Exit, Failed, Rank, Waits
-from doctor.job import Job, Process, read
+from doctor.event import Exit, Failed, Rank
+from doctor.job import read
 from doctor.law import examine
 from doctor.laws.carried import Kept
 from doctor.laws.losses import Term
-from doctor.laws.meeting import MENDS, Call, Meeting, given, hangs
+from doctor.laws.meeting import Call, Meeting, given
 from doctor.laws.passes import Update
-from doctor.laws.places import Places
 from doctor.laws.printed import OTHER
 from doctor.laws.randomness import Draw, Seed
 from doctor.laws.ranks import Facts, Measured
 from doctor.laws.samples import Divided
 from doctor.laws.targets import Contrast
 from doctor.laws.time import Spans
-from doctor.loaders import Batch, Epoch, EpochEnd, Loaders, leaves
+from doctor.loaders import Batch, Epoch, EpochEnd, Loaders, Pass, leaves
 from doctor.moments import Step
 from doctor.neighbours import Input, Targets, nodes_of
 from doctor.numbers import numbers, results
@@ -276,11 +273,20 @@ def test_the_samples_of_a_loop():
         # The same order from another position: one batch, 3 samples, 5 batches
         ([ORDERS[0][:240], ORDERS[0][12:252]], 0, {"left_out"}, "sample 13 of a"),
         (NEXT, 0, {"left_out"}, "sample 4 of a"),
+        ([[n // 4 for n in range(240)]] * 2, 0, {"same_samples"}, ""),
         ([ORDERS[0][:240], ORDERS[0][60:300]], 0, set(), "may draw its samples"),
     ):
         found = report(*(loop(own, noise) for own in ranks))
         assert named(found) == wanted and law(found, 1) != "held"
         assert words in f"{found.findings} {found.verdicts[0].not_judged}"
+
+
+def test_equal_inputs_with_other_smaller_inputs_are_no_samples():
+    ranks = [loop([*range(240)], 0) for _ in range(2)]
+    for n, own in enumerate(ranks):
+        for one in each(Input, [own]):
+            one.arguments = {2: (n, True)}
+    assert not named(report(*ranks))
 
 
 def test_the_orders_that_a_loop_draws():
@@ -395,16 +401,12 @@ def test_persistent_workers_keep_the_epoch():
         assert named(found) == wanted
 
 
-def test_a_new_loader_of_the_same_line_continues_one_in_a_cycle():
-    watcher, data, numbers = Loaders(), TensorDataset(torch.ones(3)), []
-    gc.disable()
-    for _ in range(2):
-        loader = DataLoader(data)
-        loader.itself = loader
-        numbers.append(watcher.learn(loader, "a.py:3")["number"])
-        del loader
-    gc.enable()
-    assert numbers == [0, 0]
+def test_a_few_batches_of_later_epochs_have_contents(monkeypatch):
+    found = written(monkeypatch)
+    monkeypatch.setattr(recorder, "step", 99)
+    for count in (7, 8):
+        Loaders().read(Pass(0, 1, batches=count), [], [0, 1], torch.ones(2, 3), 0.0)
+    assert [bool(one.rows) for one in found] == [True, False]
 
 
 @pytest.mark.parametrize("acts", [True, False])
@@ -681,6 +683,8 @@ def test_gradients_are_no_sums(monkeypatch):
     assert not (owner(torch.ones(3)) or owner(weights[1].grad))
     weights[2].grad = torch.ones(3)  # in the same backward pass
     assert owner(weights[0].grad.view(3)) and owner(weights[2].grad)
+    stale, weights[2].grad = weights[2].grad, None
+    assert not owner(stale)
     assert given([weights[2].detach(), 3]) == ["weight 3 of shape (3,)"]
     assert given([weights[2].detach().clone()]) == []
 
@@ -797,27 +801,6 @@ def test_a_printed_loss_that_has_been_divided():
         text = f"loss {printed}000 val_loss 0.5000"
         events += [line(text, time, step=1) for time in (3.0, 4.0)]
         assert law(report(events, steps=0), 7) == wanted
-
-
-@pytest.mark.parametrize(("seconds", "after"), [(41, 2), (5, 2), (41, 9)])
-def test_a_fork_server_that_waits_is_named_after_the_end(seconds, after):
-    """Ctrl-C's exit functions write events; a wait that was short or long ago is over."""
-    wait = Waits(what="connect_to_new_process", place="a.py:8", seconds=seconds, time=1)
-    end = [event(Divided, time=1 + after), Exit(time=1 + after)]
-    job = Job([Process(n, 2, [wait, *end]) for n in (0, 1)], hung=True)
-    [found] = hangs.function(job)
-    waits = (seconds, after) == (41, 2)
-    assert (found.mend == MENDS["connect_to_new_process"]) == waits
-    assert ("waits in connect_to_new_process() at a.py:8" in found.what) == waits
-
-
-@pytest.mark.parametrize(("port", "own"), [("29411", 29411), ("29412", 0)])
-def test_a_port_of_the_command_line_is_not_the_scripts(port, own, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["a.py", "--url=tcp://127.0.0.1:29412"])
-    monkeypatch.setattr("doctor.laws.places.PORT", "29500")
-    found = written(monkeypatch)
-    Places.here.join(lambda *a, **k: None, "gloo", f"tcp://127.0.0.1:{port}", rank=3)
-    assert [(one.own, one.number) for one in found] == [(own, 3)]
 
 
 def test_a_rank_that_fails_because_the_other_one_leaves_the_loop():

@@ -25,7 +25,7 @@ from doctor.laws.alive import Alive, Weight
 from doctor.laws.carried import Kept
 from doctor.laws.checkpoints import Checkpoints, Cut, Saved, cut
 from doctor.laws.files import Opened
-from doctor.laws.losses import Losses, outer, terms
+from doctor.laws.losses import Losses, multiplies, outer, terms
 from doctor.laws.meeting import Call
 from doctor.laws.modes import Validation
 from doctor.laws.passes import Passes, Update
@@ -169,6 +169,9 @@ TWICE, THIRDS = MEAN + BOTH, (2 * SAMPLES[0] + SAMPLES[1]) / 3
 TOTAL = {"terms": [(x / 17, "sum", 8, 1, 1) for x in (1.0, 2.0)], "sums": [3.0, 34.0]}
 COUNTED = {"terms": [(1 / 16, "sum", 8, 1, 1)], "sums": [16.0]}
 LOSSES = {"place": "a.py:0"}, {"place": "a.py:1"}
+MERGED = steps(MEAN, terms=((1 / 8, "sum", 8),))
+for one in MERGED[1]:
+    one.passes *= 2  # one vector holds the gradients of both
 COUNTS = [[(1.0 / x, "sum", 8, 1, 1), (2.0 / x, "sum", 8, 4, 1)] for x in (20, 14)]
 COUNTS = [{"terms": x} for x in COUNTS]  # two terms, divided by the same number
 OWN, JOINT = several([1 / 8, 1 / 4, 1 / 3], [1 / 8, 1 / 6, 1]), [1 / 8, 1 / 5, 1 / 2]
@@ -215,6 +218,7 @@ GRADIENTS = {
     "batches of other sizes": ("unequal_means", steps(MEAN, own=divided(8, 4))),
     "sums over own counts": ("unequal_means", steps(MEAN, own=COUNTS)),
     "sums over a joint count": ("held", steps(MEAN, [TOTAL])),
+    "sums of unequally many passes": ("not judged", MERGED),
     "several own counts": ("unequal_means", steps(MEAN, own=OWN)),
     "several joint counts": ("held", steps(MEAN, own=several(JOINT, JOINT))),
     "joint counts, averaged again": ("summed_loss", steps(MEAN, own=LOW)),
@@ -437,9 +441,15 @@ def test_what_a_loss_receives(monkeypatch):
     assert not watcher.received
     for inner in (False, True):
         monkeypatch.setattr(Passes.here, "current", found := {})
-        watcher.received = [([net.weight], False, inner, "a.py:1")]
+        watcher.received = [([net.weight], False, inner, False, "a.py:1")]
         watcher.on_backward(net(torch.ones(1, 1)).sum())
         assert ("gathered" in found) != inner
+    product = net(own := torch.ones(2, 1)).t() @ own
+    assert multiplies(product, 2) and not multiplies(product, 3)
+    watcher.on_output(net, own := net(own), None)
+    for one, wanted in ((own, False), (own.detach(), True), (own + 1, False)):
+        watcher.on_collective("all_gather", [[torch.ones(2, 1)], one], {}, "a.py:2")
+        assert watcher.received[-1][3] == wanted
 
 
 def test_steps_without_an_optimizer(monkeypatch):

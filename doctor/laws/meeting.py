@@ -10,7 +10,7 @@ from ..job import LOST, behind, ended, errors, stuck, waiting
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, Law, check, need, several
 from ..loaders import Epoch
 from ..moments import Moments, Step, Wraps, whole
-from ..objects import variables
+from ..objects import of_a_loop, variables
 from ..record import recorder, torch, wrap
 from ..watcher import Watcher
 from .layers import Layers
@@ -56,7 +56,7 @@ class Meeting(Watcher):
 
     def __init__(self):
         self.counts, self.passes = Counter(), 0
-        self.owners, self.moment = {}, None  # weights' names by their gradients
+        self.owners, self.moment = {}, None  # weights by their gradients' addresses
 
     def hooks(self) -> None:
         from torch.distributed.algorithms.join import Join
@@ -106,11 +106,10 @@ class Meeting(Watcher):
         now, key = (recorder.step, self.passes), tensor.data_ptr()
         # A hook may sum gradients before the others exist
         if now != self.moment or (key not in self.owners and tensor.numel() <= 64):
-            found = [(one.grad, one) for one in trained() if one.grad is not None]
-            found = [pair for pair in found if pair[0].layout == torch.strided]
-            self.owners = {x.data_ptr(): Moments.here.name(one) for x, one in found}
+            self.owners = {address(one): one for one in trained()}
             self.moment = now
-        return self.owners.get(key, "")
+        one = self.owners.get(key)  # its gradient may have been freed since
+        return Moments.here.name(one) if one is not None and address(one) == key else ""
 
     def ending(self, call, context):
         recorder.write(Call(name="join", sent="", place=""))
@@ -145,6 +144,12 @@ def trained() -> list:
     """Return the weights that this process holds in full."""
     known = [weight() for _, weight in [*Moments.here.known.values()]]
     return whole([one for one in known if one is not None])
+
+
+def address(weight) -> int | None:
+    """Return the address of a weight's gradient, or None if it has no dense one."""
+    dense = weight.grad is not None and weight.grad.layout == torch.strided
+    return weight.grad.data_ptr() if dense else None
 
 
 def given(values: list) -> list[str]:
@@ -303,12 +308,6 @@ def mixed(rows: list[list[Call]]) -> Breach | None:
         what = f"{loops}{one.name}() gets different {name}: {told}"
         return Breach(what, one.place, level=RISK * listed, mend=ORDER)
     return None
-
-
-def of_a_loop(values: list[str]) -> bool:
-    """Return whether values are all different, or repeat different ones in turn."""
-    count = len({*values})
-    return count > 1 and all(x == values[n % count] for n, x in enumerate(values))
 
 
 @check(

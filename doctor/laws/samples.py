@@ -187,7 +187,7 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
             equal = loop and same_generators(job)[2]
             need(not equal, "several ranks have generators in equal states")
             others = loop and together and not one.ids and other_targets(job)
-            need(not others, "equal inputs have different targets on each rank")
+            need(not others, "equal inputs have other targets or smaller inputs")
             parts = together and one.feeds and takes_parts(job)
             need(not parts, "each rank trains on its own part of the same batches")
             drawn = not together and one.random()

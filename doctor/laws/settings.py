@@ -3,9 +3,12 @@
 import gc
 import re
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import field
+from math import nan
 from zlib import crc32
 
 from ..event import Event
@@ -15,11 +18,16 @@ from ..objects import BLOCKS, is_users, namespaces
 from ..record import recorder, torch
 from ..sample import digest
 from ..watcher import Watcher
+from .gradient import near
 from .ranks import LAW, Facts, ranks_differ
 from .replicas import alike
 from .samples import datasets_differ, undivided
 
 EFFECTS = datasets_differ, ranks_differ
+TIMES = 0, 20, 21, 38, 39  # steps before which doctor reads adapted settings
+ADAPTED = """p prob probability temperature temp tau alpha beta gamma coef coeff margin
+    threshold eps epsilon level stage difficulty weight strength noise"""
+ADAPTED = re.compile(f"(?:^|_)(?:{'|'.join(ADAPTED.split())})(?:_|$)")
 LEARNED = re.compile("(?:^|_)(?:mean|std|var|median|mu|sigma|scale)s?(?:_|$)", re.I)
 
 
@@ -30,17 +38,32 @@ class Fitted(Event, limit=2):
     tables: dict[str, dict[int, int]] = field(default_factory=dict)  # see tables_in()
 
 
+class Adapts(Event, limit=len(TIMES)):
+    """A training pass begins: numbers of the script's objects, such as Augment.p."""
+
+    values: dict[str, float]
+
+
 class Settings(Watcher):
     """Records what the script's and scikit-learn's objects have learned."""
 
+    def __init__(self):
+        self.own = {}  # a weak reference to each object with a setting
+
     def on_input(self, network, inputs) -> None:
-        if recorder.step != recorder.written[Fitted] or recorder.full(Fitted):
-            return  # once before each of the first two steps
-        if torch.is_grad_enabled() and sys.getallocatedblocks() < BLOCKS:
+        if not torch.is_grad_enabled():
+            return
+        begins = recorder.step == recorder.written[Fitted] and not recorder.full(Fitted)
+        if begins and sys.getallocatedblocks() < BLOCKS:  # before the first two steps
             every = gc.get_objects()
             kinds = {x for x in {*map(type, every)} if is_users(x) or sklearns(x)}
             own = [one for one in every if type(one) in kinds]
             recorder.write(Fitted(values=fitted(own), tables=tables_in(own)))
+            with suppress(TypeError):  # some classes allow no weak references
+                self.own |= {id(x): weakref.ref(x) for x in own if adapted([x])}
+        number = recorder.written[Adapts]
+        if not recorder.full(Adapts) and recorder.step >= TIMES[number]:
+            recorder.write(Adapts(values=adapted([x() for x in self.own.values()])))
 
 
 def sklearns(kind: type) -> bool:
@@ -86,6 +109,18 @@ def fitted(objects: list) -> dict[str, list[float]]:
                 again |= {label} & found.keys()
                 found[label] = few
     return {name: few for name, few in found.items() if name not in again}
+
+
+def adapted(objects: list) -> dict[str, float]:
+    """Return Adapts.values: numbers whose names are those of usual settings."""
+    found, again = {}, set()
+    for one in objects:
+        for name, value in [*getattr(one, "__dict__", {}).items()]:
+            if type(value) in (int, float) and ADAPTED.search(name):
+                label = f"{type(one).__name__}.{name}"
+                again |= {label} & found.keys()
+                found[label] = value
+    return {name: value for name, value in found.items() if name not in again}
 
 
 def few_of(value) -> list[float]:
@@ -178,6 +213,28 @@ def fits_differ(job):
         told = ", ".join(f"{x[name][0]:.6g} on rank {n}" for n, x in enumerate(rows))
         what = f"{len(found)} learned attributes differ, such as {name}: {told}"
         yield Breach(what, job.of(Step)[0].place)
+
+
+@check(LAW, RISK, needs=[Adapts], read="lesson 11")
+def adapted_differ(job):
+    """The script adapts a setting on each rank, and the ranks' settings then differ.
+
+    Sum the numbers by which it adapts the setting with all_reduce() before it decides.
+    Not a mistake if: each rank is meant to adapt its own setting.
+    """
+    rows = [[one.values for one in process.of(Adapts)] for process in job.processes]
+    count = min(map(len, rows))
+    need(count > 2, "the job took less than 22 steps")
+    for name in rows[0][0]:
+        lists = [[x.get(name, nan) for x in own[:count]] for own in rows]
+        first, *_, last = zip(*lists, strict=True)
+        pairs = [pair for own in lists for pair in (own[1:3], own[3:5]) if pair[1:]]
+        # Random numbers change more from step to step
+        slow = all(near(*pair, 0.25) for pair in pairs)
+        if len({*first}) == 1 and not alike([[x] for x in last], 1e-6) and slow:
+            told = ", ".join(f"{x:.6g} on rank {n}" for n, x in enumerate(last))
+            what = f"{name} is {first[0]:g} on all ranks in step 1, then {told}"
+            yield Breach(what, job.of(Step)[0].place)
 
 
 @check(LAW, RISK, needs=[Fitted], effects=EFFECTS, read="lesson 4")
