@@ -2,6 +2,7 @@
 
 import math
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import accumulate
@@ -41,7 +42,7 @@ class Losses(Watcher):
 
     def __init__(self):
         self.sums, self.received, self.fresh = [], [], True
-        self.outputs = []  # matrices with gradients, until the backward pass
+        self.outputs = []  # weak references, until the backward pass
         self.validated = set()  # networks evaluated in this pass
 
     def on_input(self, network, inputs) -> None:
@@ -54,8 +55,8 @@ class Losses(Watcher):
 
     def on_output(self, network, outputs, batch) -> None:
         if recorder.watching and torch.is_grad_enabled():
-            found = [x for x in leaves(outputs) if x.requires_grad and x.dim() == 2]
-            self.outputs = [*self.outputs, *found][-8:]
+            found = [x for x in leaves(outputs) if x.requires_grad and x.dim() > 1]
+            self.outputs = [*self.outputs, *map(weakref.ref, found)][-8:]
 
     def on_collective(self, name, arguments, options, where) -> None:
         if not recorder.watching:
@@ -75,8 +76,9 @@ class Losses(Watcher):
                 inner = gathers and own.requires_grad and own.is_cpu
                 results = given[0] if gathers else []
                 results = results if isinstance(results, (list, tuple)) else [results]
-                same = [x for x in self.outputs if x.data_ptr() == own.data_ptr()]
-                detached = bool(same) and not own.requires_grad
+                there = [x for x in (one() for one in self.outputs) if x is not None]
+                same = own.data_ptr() in [x.data_ptr() for x in there]
+                detached = same and not own.requires_grad
                 one = results, tracks, inner and part == "forward", detached, where
                 self.received = [*self.received[-15:], one]
 
