@@ -11,6 +11,7 @@ progress for 10 seconds counts as hanging; set PATIENCE to change this limit.
 import contextlib
 import importlib.util
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -81,6 +82,7 @@ def unchanged(file: Path) -> Iterator[None]:
 def spoil(folder: Path) -> bool:
     """Delete a run's checkpoint, and change its other files.
 
+    Add a file of a further rank beside rank 1's, as if there had been more processes.
     Return whether there are other files.
     """
     (folder / CHECKPOINT).resolve().unlink(missing_ok=True)
@@ -92,6 +94,8 @@ def spoil(folder: Path) -> bool:
             content = torch.load(path, map_location="cpu", weights_only=True)
             changed = tree_map_only(torch.Tensor, lambda one: one * 3 + 1, content)
             torch.save(changed, path)
+            more = path.with_name(re.sub(r"1(?!.*\d)", "2", path.name))
+            torch.save(changed, more)
     return bool(files)
 
 
