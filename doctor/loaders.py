@@ -14,7 +14,7 @@ from .record import SHORT, place, quiet, recorder, torch, wrap
 from .sample import digest, hashes
 from .watcher import Watcher, tell
 
-EARLY = 8  # hash so many batches of each pass, to compare the ranks' contents
+EARLY, LATE = 8, 64  # after the watch, hash so many batches of a pass, and of all
 
 
 class Epoch(Event):
@@ -97,7 +97,7 @@ class Loaders(Watcher):
 
     def __init__(self):
         self.loaders = {}  # by id: a number, the passes, and a weak reference
-        self.count, self.collects = 0, 3
+        self.count, self.collects, self.late = 0, 3, 0
         self.current: Pass | None = None  # the pass of the last batch
         self.fetching: Pass | None = None  # the pass that is loading a batch here
 
@@ -211,8 +211,10 @@ class Loaders(Watcher):
                 numbers = [subset[i] for i in numbers]
             indices = array("q", map(int, numbers))
         fits = indices is None or (tensors and len(tensors[0]) == len(indices))
-        early = recorder.watching or own.batches < EARLY
-        if tensors and fits and (early or indices is None):
+        late = own.batches < EARLY and self.late < LATE and not recorder.watching
+        late = late and bool(tensors) and tensors[0].is_cpu
+        self.late += late
+        if tensors and fits and (recorder.watching or late or indices is None):
             rows = array("q", map(digest, *map(hashes, tensors)))
         found = {**own.which, "number": own.batches, "indices": indices}
         recorder.write(Batch(**found, labels=values, rows=rows, ids=ids, marks=marks))

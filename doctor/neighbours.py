@@ -25,8 +25,9 @@ class Input(Event, limit=5000):
     rows: array  # a hash of each entry of the largest tensor, or of all single integers
     loaded: bool  # the last batch came from a DataLoader
     indices: array | None = None  # perhaps the samples' indices, in a variable
-    # position -> a hash of another input with as many entries, and whether these differ
-    arguments: dict[int, tuple[int, bool]] = field(default_factory=dict)
+    # position -> a hash of another input with as many entries, whether these differ,
+    # and whether each entry consists of several numbers
+    arguments: dict[int, tuple[int, bool, bool]] = field(default_factory=dict)
     place: str = ""
     nodes: array | None = None  # some of the largest tensor's entries, in another one
 
@@ -73,13 +74,14 @@ def nodes_of(inputs: list, count: int) -> array | None:
     return None
 
 
-def arguments(inputs: list, largest) -> dict[int, tuple[int, bool]]:
-    """Return {position: (hash, whether its entries differ)} for each other input."""
+def arguments(inputs: list, largest) -> dict[int, tuple[int, bool, bool]]:
+    """Return Input.arguments."""
     found = {}
     for number, one in enumerate(inputs, 1):
         if one is not largest and len(one) == len(largest) > 7 and one.dim() < 3:
             rows = hashes(one)
-            found[number] = digest(rows), len({*rows}) > 0.8 * len(rows)
+            distinct = len({*rows}) > 0.8 * len(rows)
+            found[number] = digest(rows), distinct, one.dim() > 1
     return found
 
 
@@ -171,8 +173,16 @@ def same_rows(ranks: list[list[Input]]) -> bool:
 
 
 def other_targets(job: Job) -> bool:
-    """Return whether two ranks' targets, or smaller inputs, differ in most steps."""
+    """Return whether two ranks' targets, or smaller inputs, differ in most steps.
+
+    Inputs of one number per sample, such as times in diffusion, do not count.
+    """
     targets = [[sorted(one.values) for one in row] for row in job.rows(Targets)]
-    others = [[one.arguments for one in row] for row in job.rows(Input)]
+    others = [[wide(one) for one in row] for row in job.rows(Input)]
     counts = [sum(any(map(ne, x, x[1:])) for x in rows) for rows in (targets, others)]
     return counts[0] > len(targets) / 2 or counts[1] > len(others) / 2
+
+
+def wide(one: Input) -> list[int]:
+    """Return the hashes of smaller inputs that have several numbers per sample."""
+    return [first for first, *more in one.arguments.values() if more[1:] == [True]]

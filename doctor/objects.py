@@ -65,7 +65,7 @@ class Objects:
                 copies.append((f"{COPY}{kind}.", own))
         for kind, reference in self.found:
             if own := getattr(one := reference(), "__dict__", None):
-                used = used_by(type(one)) if id(one) in layers else ()
+                used = used_by(type(one), "forward") if id(one) in layers else ()
                 for name, x in [*own.items()]:
                     owners.append((f"{LAYER * (name in used)}{kind}.", {name: x}))
         for prefix, own in [main, *owners, *copies, *others]:
@@ -77,9 +77,9 @@ class Objects:
         return found
 
 
-def used_by(kind: type) -> set[str]:
-    """Return the names in the code of a layer's forward() and of methods it calls."""
-    names = ["forward"]
+def used_by(kind: type, *methods: str) -> set[str]:
+    """Return the names in the code of a class's methods and of methods they call."""
+    names = [*methods]
     for name in names:
         code = getattr(getattr(kind, name, None), "__code__", None)
         names += {*getattr(code, "co_names", ())} - {*names}

@@ -282,11 +282,12 @@ def test_the_samples_of_a_loop():
 
 
 def test_equal_inputs_with_other_smaller_inputs_are_no_samples():
-    ranks = [loop([*range(240)], 0) for _ in range(2)]
-    for n, own in enumerate(ranks):
-        for one in each(Input, [own]):
-            one.arguments = {2: (n, True)}
-    assert not named(report(*ranks))
+    for wide, wanted in ((True, set()), (False, {"same_samples"})):  # as of times
+        ranks = [loop([*range(240)], 0) for _ in range(2)]
+        for n, own in enumerate(ranks):
+            for one in each(Input, [own]):
+                one.arguments = {2: (n, True, wide)}
+        assert named(report(*ranks)) == wanted
 
 
 def test_the_orders_that_a_loop_draws():
@@ -404,9 +405,11 @@ def test_persistent_workers_keep_the_epoch():
 def test_a_few_batches_of_later_epochs_have_contents(monkeypatch):
     found = written(monkeypatch)
     monkeypatch.setattr(recorder, "step", 99)
-    for count in (7, 8):
-        Loaders().read(Pass(0, 1, batches=count), [], [0, 1], torch.ones(2, 3), 0.0)
-    assert [bool(one.rows) for one in found] == [True, False]
+    for count, before in ((7, 63), (8, 0), (7, 64)):
+        loaders = Loaders()
+        loaders.late = before
+        loaders.read(Pass(0, 1, batches=count), [], [0, 1], torch.ones(2, 3), 0.0)
+    assert [bool(one.rows) for one in found] == [True, False, False]
 
 
 @pytest.mark.parametrize("acts", [True, False])

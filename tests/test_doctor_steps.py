@@ -25,13 +25,13 @@ from doctor.laws.alive import Alive, Weight
 from doctor.laws.carried import Kept
 from doctor.laws.checkpoints import Checkpoints, Cut, Saved, cut
 from doctor.laws.files import Opened
-from doctor.laws.losses import Losses, multiplies, outer, terms
+from doctor.laws.losses import Losses, outer, terms
 from doctor.laws.meeting import Call
 from doctor.laws.modes import Validation
 from doctor.laws.passes import Passes, Update
 from doctor.laws.resume import Loaded, Restored
 from doctor.laws.schedule import Schedule, Schedules, length
-from doctor.laws.settings import Fitted, fitted, tables_in
+from doctor.laws.settings import Adapts, Fitted, fitted, tables_in
 from doctor.laws.states import Replicas, State, summed
 from doctor.laws.sums import Searches
 from doctor.laws.time import Spans
@@ -441,15 +441,9 @@ def test_what_a_loss_receives(monkeypatch):
     assert not watcher.received
     for inner in (False, True):
         monkeypatch.setattr(Passes.here, "current", found := {})
-        watcher.received = [([net.weight], False, inner, False, "a.py:1")]
+        watcher.received = [([net.weight], False, inner, "a.py:1")]
         watcher.on_backward(net(torch.ones(1, 1)).sum())
         assert ("gathered" in found) != inner
-    product = net(own := torch.ones(2, 1)).t() @ own
-    assert multiplies(product, 2) and not multiplies(product, 3)
-    watcher.on_output(net, own := net(own), None)
-    for one, wanted in ((own, False), (own.detach(), True), (own + 1, False)):
-        watcher.on_collective("all_gather", [[torch.ones(2, 1)], one], {}, "a.py:2")
-        assert watcher.received[-1][3] == wanted
 
 
 def test_steps_without_an_optimizer(monkeypatch):
@@ -928,3 +922,10 @@ def test_what_each_rank_learns_from_its_own_data():
         assert named(judged([first], [own])) == wanted
         later = event(Fitted, 1, values={}, tables={})  # what changes does not count
         assert not named(judged([first], [own, later]))
+
+
+@pytest.mark.parametrize(("next", "wanted"), [(2, {"adapted_differ"}), (2.1, set())])
+def test_what_changes_in_each_step_is_no_setting(next, wanted):
+    values = (1, 2, next), (1, 3, 1 + next)
+    ranks = [[event(Adapts, values={"A.p": (x, "")}) for x in own] for own in values]
+    assert {*named(judged(*ranks))} == wanted

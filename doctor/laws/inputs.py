@@ -48,7 +48,7 @@ def argument(job: Job) -> Iterator[Breach]:
         if len(same) > max(7, 0.9 * len(every)) and len({*same}) > 0.9 * len(same):
             what = f"only input {number} is equal on all ranks, in {len(same)} passes"
             what += f", from step {steps[start] + 1} on" * (start > 0)
-            if not all(distinct for _, distinct in same):
+            if not all(distinct for _, distinct, *_ in same):
                 raise Doubt(what)
             yield Breach(what, rows[start][0].place, mend=STRATA)
             return

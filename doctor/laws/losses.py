@@ -2,14 +2,12 @@
 
 import math
 import sys
-import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import accumulate
 from traceback import walk_stack
 from typing import NamedTuple
 
-from ..loaders import leaves
 from ..record import recorder, torch
 from ..watcher import Watcher
 from .passes import Passes, Update
@@ -42,7 +40,6 @@ class Losses(Watcher):
 
     def __init__(self):
         self.sums, self.received, self.fresh = [], [], True
-        self.outputs = []  # weak references, until the backward pass
         self.validated = set()  # networks evaluated in this pass
 
     def on_input(self, network, inputs) -> None:
@@ -52,11 +49,6 @@ class Losses(Watcher):
         if self.fresh or (trains and key in self.validated):
             self.received, self.fresh, self.validated = [], False, set()
         self.validated |= set() if trains or network.training else {key}
-
-    def on_output(self, network, outputs, batch) -> None:
-        if recorder.watching and torch.is_grad_enabled():
-            found = [x for x in leaves(outputs) if x.requires_grad and x.dim() > 1]
-            self.outputs = [*self.outputs, *map(weakref.ref, found)][-8:]
 
     def on_collective(self, name, arguments, options, where) -> None:
         if not recorder.watching:
@@ -76,10 +68,7 @@ class Losses(Watcher):
                 inner = gathers and own.requires_grad and own.is_cpu
                 results = given[0] if gathers else []
                 results = results if isinstance(results, (list, tuple)) else [results]
-                there = [x for x in (one() for one in self.outputs) if x is not None]
-                same = own.data_ptr() in [x.data_ptr() for x in there]
-                detached = same and not own.requires_grad
-                one = results, tracks, inner and part == "forward", detached, where
+                one = results, tracks, inner and part == "forward", where
                 self.received = [*self.received[-15:], one]
 
     def after_collective(self, name, tensors, where, seconds) -> None:
@@ -88,13 +77,11 @@ class Losses(Watcher):
             self.sums = [*self.sums, *small][-9:]
 
     def on_backward(self, root) -> None:
-        received, self.received, self.outputs = self.received, [], []
-        self.fresh = True
+        received, self.received, self.fresh = self.received, [], True
         current = Passes.here.current
         if not recorder.watching or current is None:
             return
-        for results, tracks, inner, detached, where in received:
-            tracks |= detached and multiplies(root, sum(x.numel() for x in results))
+        for results, tracks, inner, where in received:
             current["received"] = where
             if inner:  # in an autograd function, until its backward() sends something
                 current["one_way"] = where
@@ -128,21 +115,6 @@ def in_torch() -> bool:
     """Return whether a PyTorch layer, such as SyncBatchNorm, calls the collective."""
     files = (one.f_code.co_filename for one, _ in walk_stack(sys._getframe(1)))
     return any(one.endswith("torch/nn/modules/_functions.py") for one in files)
-
-
-def multiplies(root, count: int) -> bool:
-    """Return whether a loss contains a product with a constant matrix of this size."""
-    nodes, seen = [getattr(root, "grad_fn", None)], set()
-    while nodes and len(seen) < 200:
-        node = nodes.pop(0)
-        if node not in seen and type(node).__name__.startswith("MmBackward"):
-            pairs = zip(node.next_functions, ("self", "mat2"), strict=True)
-            for kind in [kind for (other, _), kind in pairs if other is None]:
-                if getattr(node, f"_saved_{kind}").numel() == count:
-                    return True
-        nodes += [] if node in seen else children(node)
-        seen.add(node)
-    return False
 
 
 def children(node) -> list:

@@ -137,7 +137,7 @@ def datasets_differ(job):
     same = all(one.data == first[0].data for one in first)
     for labels in (True, False) if same else ():
         if what := other_contents(job, labels):
-            level = "" if labels or not first[0].data else RISK  # perhaps augmented
+            level = "" if labels else RISK  # perhaps augmented
             yield Breach(what, where(job), level=level, mend=CLASSES * labels)
             return
 

@@ -1,6 +1,7 @@
 """Law 2: ranks are exchangeable. Compares the ranks' settings."""
 
 import gc
+import os
 import re
 import sys
 import weakref
@@ -8,23 +9,24 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import field
+from functools import cache
 from math import nan
 from zlib import crc32
 
 from ..event import Event
 from ..law import RISK, Breach, check, need
 from ..moments import Step
-from ..objects import BLOCKS, is_users, namespaces
+from ..objects import BLOCKS, is_users, namespaces, used_by
 from ..record import recorder, torch
 from ..sample import digest
 from ..watcher import Watcher
-from .gradient import near
 from .ranks import LAW, Facts, ranks_differ
 from .replicas import alike
 from .samples import datasets_differ, undivided
 
 EFFECTS = datasets_differ, ranks_differ
 TIMES = 0, 20, 21, 38, 39  # steps before which doctor reads adapted settings
+CALLS = "forward", "__call__", "__getitem__", "__iter__"
 ADAPTED = """p prob probability temperature temp tau alpha beta gamma coef coeff margin
     threshold eps epsilon level stage difficulty weight strength noise"""
 ADAPTED = re.compile(f"(?:^|_)(?:{'|'.join(ADAPTED.split())})(?:_|$)")
@@ -39,16 +41,16 @@ class Fitted(Event, limit=2):
 
 
 class Adapts(Event, limit=len(TIMES)):
-    """A training pass begins: numbers of the script's objects, such as Augment.p."""
+    """A training pass begins: numbers that objects use when they are called."""
 
-    values: dict[str, float]
+    values: dict[str, tuple[float, str]]  # of Augment.p, and the method's line
 
 
 class Settings(Watcher):
     """Records what the script's and scikit-learn's objects have learned."""
 
     def __init__(self):
-        self.own = {}  # a weak reference to each object with a setting
+        self.own = []  # weak references to objects with a setting
 
     def on_input(self, network, inputs) -> None:
         if not torch.is_grad_enabled():
@@ -60,10 +62,10 @@ class Settings(Watcher):
             own = [one for one in every if type(one) in kinds]
             recorder.write(Fitted(values=fitted(own), tables=tables_in(own)))
             with suppress(TypeError):  # some classes allow no weak references
-                self.own |= {id(x): weakref.ref(x) for x in own if adapted([x])}
+                self.own = [weakref.ref(x) for x in own if settings_of(type(x))]
         number = recorder.written[Adapts]
         if not recorder.full(Adapts) and recorder.step >= TIMES[number]:
-            recorder.write(Adapts(values=adapted([x() for x in self.own.values()])))
+            recorder.write(Adapts(values=adapted([x() for x in self.own])))
 
 
 def sklearns(kind: type) -> bool:
@@ -111,16 +113,25 @@ def fitted(objects: list) -> dict[str, list[float]]:
     return {name: few for name, few in found.items() if name not in again}
 
 
-def adapted(objects: list) -> dict[str, float]:
-    """Return Adapts.values: numbers whose names are those of usual settings."""
-    found, again = {}, set()
-    for one in objects:
-        for name, value in [*getattr(one, "__dict__", {}).items()]:
-            if type(value) in (int, float) and ADAPTED.search(name):
-                label = f"{type(one).__name__}.{name}"
-                again |= {label} & found.keys()
-                found[label] = value
-    return {name: value for name, value in found.items() if name not in again}
+@cache
+def settings_of(kind: type) -> list[tuple[str, str]]:
+    """Return (setting, line) for names of settings that a class uses when called."""
+    codes = [getattr(getattr(kind, name, None), "__code__", None) for name in CALLS]
+    for code in filter(None, codes):
+        line = f"{os.path.relpath(code.co_filename)}:{code.co_firstlineno}"
+        return [(x, line) for x in used_by(kind, *CALLS) if ADAPTED.search(x)]
+    return []
+
+
+def adapted(objects: list) -> dict[str, tuple[float, str]]:
+    """Return Adapts.values of objects whose class has no other such object."""
+    counts, found = Counter(map(type, objects)), {}
+    for one in [x for x in objects if counts[type(x)] == 1]:
+        for name, line in settings_of(type(one)):
+            value = getattr(one, "__dict__", {}).get(name)
+            if type(value) in (int, float):
+                found[f"{type(one).__name__}.{name}"] = value, line
+    return found
 
 
 def few_of(value) -> list[float]:
@@ -219,22 +230,21 @@ def fits_differ(job):
 def adapted_differ(job):
     """The script adapts a setting on each rank, and the ranks' settings then differ.
 
-    Sum the numbers by which it adapts the setting with all_reduce() before it decides.
+    Before a change, all_reduce() the numbers on which it depends.
     Not a mistake if: each rank is meant to adapt its own setting.
     """
     rows = [[one.values for one in process.of(Adapts)] for process in job.processes]
     count = min(map(len, rows))
     need(count > 2, "the job took less than 22 steps")
-    for name in rows[0][0]:
-        lists = [[x.get(name, nan) for x in own[:count]] for own in rows]
+    for name, (_, line) in rows[0][0].items():
+        lists = [[x.get(name, (nan,))[0] for x in own[:count]] for own in rows]
         first, *_, last = zip(*lists, strict=True)
-        pairs = [pair for own in lists for pair in (own[1:3], own[3:5]) if pair[1:]]
-        # Random numbers change more from step to step
-        slow = all(near(*pair, 0.25) for pair in pairs)
-        if len({*first}) == 1 and not alike([[x] for x in last], 1e-6) and slow:
+        # A meter, or a random number, changes in each step
+        pairs = range(1, count - 1, 2)
+        kept = any(all(x[n] == x[n + 1] for x in lists) for n in pairs)
+        if len({*first}) == 1 and kept and not alike([[x] for x in last], 1e-6):
             told = ", ".join(f"{x:.6g} on rank {n}" for n, x in enumerate(last))
-            what = f"{name} is {first[0]:g} on all ranks in step 1, then {told}"
-            yield Breach(what, job.of(Step)[0].place)
+            yield Breach(f"{name} is {first[0]:g} in step 1, and later {told}", line)
 
 
 @check(LAW, RISK, needs=[Fitted], effects=EFFECTS, read="lesson 4")
