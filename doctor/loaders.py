@@ -14,7 +14,7 @@ from .record import SHORT, place, quiet, recorder, torch, wrap
 from .sample import digest, hashes
 from .watcher import Watcher, tell
 
-EARLY, LATE = 8, 64  # after the watch, hash so many batches of a pass, and of all
+EARLY, LATE = 8, 64  # most batches of a pass, and in all, to hash after the watch
 
 
 class Epoch(Event):

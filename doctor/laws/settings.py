@@ -41,9 +41,9 @@ class Fitted(Event, limit=2):
 
 
 class Adapts(Event, limit=len(TIMES)):
-    """A training pass begins: numbers that objects use when they are called."""
+    """Numbers that objects use when they are called, such as Augment.p."""
 
-    values: dict[str, tuple[float, str]]  # of Augment.p, and the method's line
+    values: dict[str, tuple[float, str]]  # and the method's line
 
 
 class Settings(Watcher):
@@ -235,7 +235,7 @@ def adapted_differ(job):
     """
     rows = [[one.values for one in process.of(Adapts)] for process in job.processes]
     count = min(map(len, rows))
-    need(count > 2, "the job took less than 22 steps")
+    need(count > 2, "the job took fewer than 22 steps")
     for name, (_, line) in rows[0][0].items():
         lists = [[x.get(name, (nan,))[0] for x in own[:count]] for own in rows]
         first, *_, last = zip(*lists, strict=True)
