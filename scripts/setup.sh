@@ -38,7 +38,7 @@ set_up() {
     fi
 
     export PYTHON=$ROOT/.venv/bin/python
-    unset PYTHONDONTWRITEBYTECODE # containers often set it; each process would compile PyTorch's code anew
+    unset PYTHONDONTWRITEBYTECODE # containers often set it; without it, processes compile PyTorch's code only once
     marker=$ROOT/.venv/installed-$(cat "$ROOT"/requirements.txt "$ROOT"/requirements/* - <<<"$*" | cksum | cut -d' ' -f1)
     [ ! -e "$marker" ] || return 0
 

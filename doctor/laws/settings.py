@@ -47,7 +47,7 @@ class Adapts(Event, limit=len(TIMES)):
 
 
 class Settings(Watcher):
-    """Records what the script's and scikit-learn's objects have learned."""
+    """Records what objects have learned, and settings that they use when called."""
 
     def __init__(self):
         self.own = []  # weak references to objects with a setting
@@ -226,7 +226,7 @@ def fits_differ(job):
         yield Breach(what, job.of(Step)[0].place)
 
 
-@check(LAW, RISK, needs=[Adapts], read="lesson 11")
+@check(LAW, RISK, needs=[Adapts], read="pitfall 11")
 def adapted_differ(job):
     """The script adapts a setting on each rank, and the ranks' settings then differ.
 

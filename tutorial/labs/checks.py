@@ -244,7 +244,7 @@ def check_blocks(run: Run) -> None:
         third = len(out) // 3
         most = out[third:], out[:-third]
         rare = not 0.1 < sum(out) / len(out) < 0.9
-        epochs = {tuple(out[n : n + third]) for n in range(0, len(out), third)}
+        epochs = {tuple(out[n : n + third]) for n in range(0, len(out), third or 1)}
         again = out[:-2] == out[2:] or (third > 5 and len(epochs) == 1)
         if rare or again or any(len({*x}) == 1 for x in most):
             steps = [number for number, left in enumerate(out, 1) if left]

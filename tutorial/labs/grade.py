@@ -93,9 +93,9 @@ def spoil(folder: Path) -> bool:
         with contextlib.suppress(Exception):  # such as an empty file, used as a flag
             content = torch.load(path, map_location="cpu", weights_only=True)
             changed = tree_map_only(torch.Tensor, lambda one: one * 3 + 1, content)
-            torch.save(changed, path)
-            more = path.with_name(re.sub(r"1(?!.*\d)", "2", path.name))
-            torch.save(changed, more)
+            another = path.with_name(re.sub(r"1(?!.*\d)", "2", path.name))
+            for file in {path, another}:
+                torch.save(changed, file)
     return bool(files)
 
 
