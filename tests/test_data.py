@@ -258,7 +258,8 @@ def test_bad_folders_are_refused(pictures, case):
 
 
 def test_synthetic_batches_are_of_any_number():
-    args = parse("--synthetic", 11, "--image-size", 32, "-b", 4)
+    flags = "--image-size", 32, "-b", 4, "--max-steps", 3  # more than an epoch has
+    args = parse("--synthetic", 11, *flags)
     train_set, val_set = build_datasets(args)
     assert (len(train_set), len(val_set)) == (11, 4)
     sampler = EpochSampler(range(11), args.seed, 0, 1)

@@ -26,7 +26,7 @@ PYTHON = sys.executable
 PRINT = f"""#!/bin/sh
 name=${{0##*/}}
 [ "$name $1" != "python -c" ] || exec {PYTHON} -S "$@"
-echo "$name" "$@" "OMP=${{OMP_NUM_THREADS-}}"
+echo "$name" "$@" "OMP=${{OMP_NUM_THREADS-}}" ${{SHOW:+"in $PWD"}}
 case "$name $*" in "${{FAILS:-none}}"*) exit 1 ;; esac
 [ "$name $1" != "uv venv" ] || {{ mkdir -p "$6/bin"; cp "$0" "$6/bin/python"; }}
 """
@@ -94,9 +94,9 @@ def test_a_launcher_starts_the_command_beside_the_interpreter(launch, line):
     name, variables, threads, command = map(str.strip, line.split("|"))
     variables = dict(pair.split("=", 1) for pair in variables.split())
     command = command.replace("mpirun", "mpirun --allow-run-as-root --bind-to none")
-    flags = "--nprocs 6 --lr 1" if name.startswith("multi") else "--lr 1"
+    flags = "--nprocs 6 " * name.startswith("multi") + "--data my  images"
     printed = f"{command} {name}.py {flags} OMP={threads}\n"
-    assert launch(f"{name}.sh", "--lr", "1", **variables) == (0, printed)
+    assert launch(f"{name}.sh", "--data", "my  images", **variables) == (0, printed)
 
 
 WRONG = {
@@ -158,6 +158,8 @@ def test_scripts_that_set_up_start_their_programs(launch, tmp_path):
         f"python -m scripts.quickstart {digits} runs/quickstart OMP=\n"
     )
     assert launch("quickstart.sh", FAILS="python -m scripts.sample_data")[0] == 1
+    prepared = f"{using}python -m scripts.prepare_imagenet a b OMP= in {tmp_path}\n"
+    assert launch("prepare_imagenet.sh", "a", "b", SHOW="1") == (0, prepared)
     line = "quickstart.sh: error: it takes no arguments, but got --data x\n"
     assert launch("quickstart.sh", "--data", "x") == (2, line)
     shutil.rmtree(tmp_path / "modules" / "horovod")  # its build fails
@@ -184,8 +186,8 @@ def test_the_environment_is_installed_once(launch, tmp_path):
     for name in "python3", "uv":
         (tmp_path / "decoy" / name).chmod(0o755)
 
-    def installed(**variables):
-        status, text = launch("timings.sh", root=root, PYTHON="", **variables)
+    def installed(script="timings.sh", **variables):
+        status, text = launch(script, root=root, PYTHON="", **variables)
         return status, [line for line in text.splitlines() if line.startswith("uv ")]
 
     files = "-r requirements.txt -r requirements/report.txt -c requirements/constraints.txt OMP="
@@ -197,6 +199,7 @@ def test_the_environment_is_installed_once(launch, tmp_path):
     assert lines[2].startswith("uv cannot use PyTorch's own index: ")
     assert installed() == (0, [auto])
     assert installed() == (0, [])
+    assert len(installed("quickstart.sh")[1]) == 1  # it needs other packages
     (root / "requirements.txt").write_text("torch\n")
     assert len(installed()[1]) == 1
     old = "import sys; sys.version_info = (3, 9, 2); exec(sys.argv[1])"

@@ -18,7 +18,7 @@ def measured(sizes):
     """Run the program as one of a launcher's processes; return its all-reduces' bytes and seconds."""
     network.SIZES, network.PAIR = sizes, sizes[-1]
     sys.argv[:] = ["network.py", "--parameters=7e6"]
-    network.socket.gethostname = lambda: "aab"[int(os.environ["RANK"])]
+    network.socket.gethostname = lambda: "aabc"[int(os.environ["RANK"])]
     measure, found = network.all_reduce_seconds, []
 
     def noted(data, ranks, group=None):
@@ -30,23 +30,23 @@ def measured(sizes):
     return found
 
 
-def test_three_processes_of_two_hosts_measure_and_predict(tmp_path):
+def test_four_processes_of_three_hosts_measure_and_predict(tmp_path):
     """To save time, the test uses no launcher, and omits the largest sizes."""
     sizes = network.SIZES[:8]
     assert sizes == [2**n for n in range(10, 25, 2)]
-    with Ranks(tmp_path, 3, measured, sizes=sizes) as ranks:
+    with Ranks(tmp_path, 4, measured, sizes=sizes) as ranks:
         found, *_ = ranks.results()
         text = ranks.log(0)
         assert not ranks.log(1)
-    assert [size for size, *_ in found] == [*sizes, sizes[-1]]
-    assert all(ranks == [0, 1, 2] for _, ranks, _ in found)
-    for size, _, seconds in found[:-1]:
+    pairs = {"a - b": [0, 1, 2], "a - c": [0, 1, 3], "b - c": [2, 3]}
+    assert [size for size, *_ in found] == [*sizes, *[sizes[-1]] * 3]
+    assert [ranks for _, ranks, _ in found] == [[0, 1, 2, 3]] * 8 + [*pairs.values()]
+    for (size, ranks, seconds), pair in zip(found, [None] * 8 + [*pairs], strict=True):
         algbw = size / seconds / 1e9
-        row = f"{size:11,} {seconds * 1e3:10.3f} {algbw:11.3f} {algbw * 4 / 3:11.3f}\n"
-        assert row in text
-    size, _, seconds = found[-1]
-    assert f"a - b: busbw {size / seconds / 1e9 * 4 / 3:.3f} GB/s\n" in text
-    latency, bandwidth = network.fit({size: took for size, _, took in found[:-1]})
+        busbw = algbw * 2 * (len(ranks) - 1) / len(ranks)
+        row = f"{size:11,} {seconds * 1e3:10.3f} {algbw:11.3f} {busbw:11.3f}\n"
+        assert (f"{pair}: busbw {busbw:.3f} GB/s\n" if pair else row) in text
+    latency, bandwidth = network.fit({size: took for size, _, took in found[:8]})
     predicted = re.findall(r"(\w+), ([\d.]+) million .*: (.*) ms", text)
     assert [name for name, *_ in predicted] == ["model", "50"]
     for _, millions, ms in predicted:

@@ -328,7 +328,7 @@ def test_a_model_has_one_output_and_else_torchvisions_settings(arch, monkeypatch
     with torch.device("meta"):
         state = get_model(arch).state_dict()
         monkeypatch.setattr(WeightsEnum, "get_state_dict", lambda *_, **__: state)
-        for flags, weights in (([], None), (["--pretrained"], "DEFAULT")):
+        for flags, weights in (([], None), (["--pretrained", "--evaluate"], "DEFAULT")):
             args = parse(*X, "--arch", arch, *flags)
             nets = build_model(args, range(1000), 0), get_model(arch, weights=weights)
             images = torch.empty(2, 3, args.image_size, args.image_size)
