@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, zip_longest
-from math import exp, log
+from math import exp
 from statistics import fmean
 
 NUMBER = re.compile(
@@ -43,7 +43,6 @@ MEANS = "Add up sums and sample counts, not means, and divide once at the end."
 DIVISOR = "Divide by the number of samples (or batches) that were added up."
 SIZES = "Multiply a batch's mean by the batch's size if you divide by all samples."
 PARTS = "Print the loss before it is divided for the backward pass."
-POWERS = "Print exp() of the mean loss, not the mean of exp()."
 RESET = "Reset the metric (or the sums) at the start of each pass."
 
 
@@ -253,15 +252,6 @@ class Group:
             for rank in self.ranks:
                 rows = [one.added(rank) for one in earlier if rank in one.ranks]
                 yield f"{name}, of rank {rank} only", RESET, *pair([*rows, own[rank]])
-
-
-def of_perplexities(group: Group) -> Iterator[tuple[float, int]]:
-    """Yield ratios whose exp() is a mean of the batches' perplexities."""
-    rows = [*chain(*group.ranks.values())]
-    own, sizes = means(rows), [sum(weights) for _, weights, _ in rows]
-    for each in (sizes, [1] * len(rows)) if min(own) > -50 and max(own) < 50 else ():
-        powers = sum(n * exp(mean) for n, mean in zip(each, own, strict=True))
-        yield log(powers / (sum(each) or 1) or 1), 1
 
 
 def gap_of(text: str) -> float:

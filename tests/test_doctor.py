@@ -53,6 +53,7 @@ TOGETHER = {
         "a gather without a gradient",
         "a schedule for all processes",
         "a setting that each process adapts",
+        "statistics of each process's first batch",
     ],
 }
 # Mistakes that doctor does not see; docs/doctor.md lists its limits

@@ -609,18 +609,6 @@ def test_printed_accuracies_are_recomputed():
     assert not OTHER.search("precision bf16, map-style") and OTHER.search("F1 0.91")
 
 
-def test_the_perplexity_of_the_mean_loss():
-    losses = sums("loss", [8 * 0.5]), sums("loss", [8 * 2.5])
-    for one in losses:
-        one.weights = array("d", [8])
-    # exp(1.5), and the mean of exp(0.5) and exp(2.5)
-    for printed, wanted in ((4.4817, set()), (6.9156, {"wrong_number"})):
-        texts = [line(f"ppl {printed}"), line(f"ppl {printed}", 4.0)]
-        found = report([*losses, *texts], steps=0)
-        assert named(found) == wanted
-        assert ("batches' perplexities" in str(found.findings)) == bool(wanted)
-
-
 @pytest.mark.parametrize("divisor", [1, 5, 8])
 def test_losses_that_are_off_by_a_batchs_size_are_named(divisor):
     given = {"names": ["v"], "each": 1, "used": [1.0], "local": [[1.0]]}
@@ -671,11 +659,15 @@ def test_passes_over_equal_inputs_are_judged_apart():
     assert law(report(events, steps=0), 7) == "held"
 
 
-def test_a_share_of_repeated_samples_is_named():
-    one = sums("seen", guesses=array("q", [*range(200), *range(32)]))
-    wrong = [line(f"acc {n / 232:.4f}") for n in (211, 187)]
-    assert named(report([one, *wrong], steps=0)) == {"wrong_number"}
-    assert not named(report([one, line(f"acc {211 / 200:.4f}")], steps=0))
+def test_a_count_of_one_ranks_samples_beside_a_total_is_named():
+    own = event(Input, network=0, rows=array("q", range(8)), loaded=False)
+    for count, total, wanted in (
+        (8, 144, True),
+        (16, 288, False),  # it counts all ranks' samples, but the run ends early
+        (1, 18, False),  # it counts steps
+    ):
+        lines = [line(f"{count * n}/{total}: R2 0.5", 3.0 + n, n) for n in (3, 9)]
+        assert ("own_count" in named(report([own, *lines], [own]))) == wanted
 
 
 def test_gradients_are_no_sums(monkeypatch):

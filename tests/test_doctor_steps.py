@@ -603,6 +603,9 @@ def test_which_weights_are_compared(monkeypatch):
         first = states([1], moment="start"), states([other], moment="start")
         found = judged(first[0] + states([1]), first[1] + states([2]))
         assert [*named(found)] == [wanted]
+        new = [event(Step, 4, rates=[0.1], optimizer=4)]  # of another network
+        found = judged(first[0] + states([1]) + new, first[1] + states([2]))
+        assert law(found, 4) == "not judged"
     one, other = both(lambda r, n: [n + r * (n % 4 > 0)])  # equal again later
     assert named(judged(one, other)) == {"weights_drift": "note"}
     one += event(Loaded, 4), event(Loaded, 8)  # by a load alone
@@ -903,15 +906,16 @@ def test_what_each_rank_learns_from_its_own_data():
     one, words = Scaler(), [f"word {n}" for n in range(99)]
     one.mean_, one.names_, one.norm = numpy.array([1.0, 2.0]), numpy.array(["a"]), 3.0
     one.obs_std, one.ids = torch.tensor([0.5]), {x: n for n, x in enumerate(words)}
-    one.lists = {x: [n] for n, x in enumerate(words)}  # has no hash
+    one.loss_mean, one.lists = 0.5, {x: [n] for n, x in enumerate(words)}  # no hash
     found, tables = fitted([one]), tables_in([one])
     assert found["Scaler.mean_"] == [1, 2] and found["Scaler.obs_std"] == [0.5]
     assert fitted([one]) == found  # also what is no number
-    assert "Scaler.norm" not in found and [len(x) for x in tables.values()] == [64]
+    assert not {"Scaler.norm", "Scaler.loss_mean"} & {*found}
+    assert [len(x) for x in tables.values()] == [64]
     other = Scaler()  # which of the two would be compared?
     other.mean_ = one.mean_
     assert "Scaler.mean_" not in fitted([one, other])
-    first = event(Fitted, values=found, tables=tables)
+    first, begun = (event(Fitted, values=x, tables=tables) for x in (found, {}))
     for ids, mean, wanted in (
         ({x: n for n, x in enumerate(words)}, 2.0, {}),
         ({x: n for n, x in enumerate(words)}, 2.1, {"fits_differ": "RISK"}),
@@ -920,6 +924,7 @@ def test_what_each_rank_learns_from_its_own_data():
         one.ids, values = ids, {**found, "Scaler.mean_": [1.0, mean]}
         own = event(Fitted, values=values, tables=tables_in([one]))
         assert named(judged([first], [own])) == wanted
+        assert named(judged([begun, first, first], [begun, own, own])) == wanted
         later = event(Fitted, 1, values={}, tables={})  # what changes does not count
         assert not named(judged([first], [own, later]))
 

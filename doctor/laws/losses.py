@@ -62,13 +62,15 @@ class Losses(Watcher):
         flat = [y for x in given for y in (x if isinstance(x, list) else [x])]
         for own in [x for x in flat if isinstance(x, torch.Tensor)][-1:]:
             # Many scripts gather a batch's losses (one dimension) to print them
-            if own.is_floating_point() and own.dim() > 1 and not in_torch():
+            used = own.dim() > 1 or part == "forward"
+            if own.is_floating_point() and used and not in_torch():
                 gathers = name.startswith("all_gather")
                 tracks = gathers and own.requires_grad and torch.is_grad_enabled()
-                inner = gathers and own.requires_grad and own.is_cpu
+                inner = (gathers and own.requires_grad) or name == "all_reduce"
                 results = given[0] if gathers else []
                 results = results if isinstance(results, (list, tuple)) else [results]
-                one = results, tracks, inner and part == "forward", where
+                inner = inner and part == "forward" and own.is_cpu
+                one = results, tracks, name * inner, where
                 self.received = [*self.received[-15:], one]
 
     def after_collective(self, name, tensors, where, seconds) -> None:
@@ -84,7 +86,7 @@ class Losses(Watcher):
         for results, tracks, inner, where in received:
             current["received"] = where
             if inner:  # in an autograd function, until its backward() sends something
-                current["one_way"] = where
+                current["one_way"] = inner, where
             own = [one.requires_grad for one in results]
             put_back = any(own) and (not inner if len(own) == 1 else not all(own))
             if put_back or (tracks and not any(own)):
@@ -101,13 +103,17 @@ class Losses(Watcher):
 
 
 def part_of_function() -> str:
-    """Return "forward" or "backward" if an autograd function of the script runs."""
+    """Return "forward" or "backward" if an autograd function of the script runs.
+
+    A forward() without gradients does not count.
+    """
     for frame, _ in walk_stack(sys._getframe(2)):
         code = frame.f_code
         if code.co_name in ("forward", "backward") and code.co_argcount:
             first = frame.f_locals.get(code.co_varnames[0])
             if isinstance(first, torch.autograd.function.BackwardCFunction):
-                return code.co_name
+                used = code.co_name == "backward" or any(first.needs_input_grad)
+                return code.co_name * used
     return ""
 
 

@@ -190,15 +190,19 @@ def gathered_without_gradient(job):
     level = NOTE if rows[0][0].adaptive else RISK
     averaged = [x.row[0].passes for x in found if near(x.factor, 1)]
     lines = [entry["one_way"] for x in averaged for entry in x if "one_way" in entry]
-    if lost := cut_off(job):
+    what = "a function calls {}(), but no collective in its backward()"
+    name, place = lines[0] if len(lines) > len(averaged) / 2 else ("", "")
+    if name == "all_reduce":  # not only a factor is lost
+        mend = "In backward(), add up the gradients of all ranks with all_reduce()."
+        yield Breach(what.format(name), place, mend=mend)
+    elif lost := cut_off(job):
         what = "all_gather() gets a tensor with a gradient, but its results have none"
         yield Breach(what, lost[0])
     elif kept := cut_off(job, put_back=True):
         what = "of the tensors of all_gather(), only the rank's own has a gradient"
         yield Breach(what, kept[0], level=level)
-    elif len(lines) > len(averaged) / 2:
-        what = "a function calls all_gather(), but no collective in its backward()"
-        yield Breach(what, lines[0], level=level)
+    elif name:
+        yield Breach(what.format(name), place, level=level)
 
 
 @check(LAW, RISK, causes=[*EARLIER, mean_gradient], read="lesson 3")

@@ -11,7 +11,7 @@ from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need
 from ..loaders import Batch, Epoch, EpochEnd
 from ..moments import Step
 from ..neighbours import Input
-from ..numbers import BEST, POWERS, REPEATED, SIZES, Group, Number, gap_of
+from ..numbers import BEST, SIZES, Group, Number, gap_of
 from ..reads import feeds
 from ..results import OTHER, Measured, Printed, repeated
 from .gradient import fits, near, not_averaged
@@ -174,7 +174,7 @@ def judge(job, everything: list[Group], line: Printed, number: Number):
     if not passes:
         if not evals and number.split == "train":
             return None
-        return a_share(job, line, number) if number.kind == "accuracy" else {}
+        return {}
     if any(x in number.words for x in BEST):
         passes = [one for one in found if one in done or not one.trains]
     for one in passes + together(passes):
@@ -192,11 +192,6 @@ def judge(job, everything: list[Group], line: Printed, number: Number):
         for name, mend, top, bottom in one.wrong(earlier):
             if number.equals((top, bottom)):
                 fits.setdefault(name, (line, number, mend, right))
-        words = number.kind == "perplexity"
-        for ratio in numbers.of_perplexities(one) if words else ():
-            if number.equals(ratio):
-                name = "the mean of the batches' perplexities"
-                fits.setdefault(name, (line, number, POWERS, right))
     for one in process.of(Measured) if number.kind == "accuracy" else ():
         same = [x for x in passes if other_order(x, one)]
         hits = sum(a == b for a, b in zip(one.values, one.weights, strict=True))
@@ -207,22 +202,6 @@ def judge(job, everything: list[Group], line: Printed, number: Number):
         gaps = [abs(number.turned(one[3]) / number.value - 1) for one in fits.values()]
         return {} if min(gaps, default=0) < 0.01 else fits
     return fits
-
-
-def a_share(job, line: Printed, number: Number) -> dict:
-    """Return {mistake: details} if a number counts repeated samples, else {}."""
-    sources = {}
-    for one in job.of(Measured):
-        if one.what == "seen" and one.after == line.step:
-            sources.setdefault(one.source, []).extend(one.guesses)
-    for rows in sources.values():
-        value, gap = number.value / number.scale, number.gap / number.scale
-        counts = len(rows), len({*rows})
-        fits = [abs(value * n - round(value * n)) <= gap * n for n in counts]
-        if fits == [True, False] and gap * len(rows) < 0.1 and number.count is None:
-            name = f"a share of {len(rows)} samples, {len({*rows})} of them distinct"
-            return {name: (line, number, REPEATED, None)}
-    return {}
 
 
 def together(passes: list[Group]) -> list[Group]:
@@ -286,7 +265,7 @@ def wrong_number(job):
         right[result] += len(known) - len(wrong)
         names = Counter(name for one in wrong for name in one)
         name, count = names.most_common(1)[0] if names else ("", 0)
-        least = 2 if result == "losses" or "a share of" in name else 1
+        least = 2 if result == "losses" else 1
         if count >= least and count > 0.6 * len(wrong):
             found = True
             line, number, mend, ratio = [one[name] for one in wrong if name in one][-1]

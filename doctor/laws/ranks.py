@@ -99,7 +99,7 @@ class Ranks(Watcher):
         modes = [one.training for one in network.modules()]
         trainable = sum(one.requires_grad for one in network.parameters())
         facts = {
-            "input types": ", ".join(str(one.dtype)[6:] for one in inputs),
+            "input types": ", ".join(sorted({str(x.dtype)[6:] for x in inputs})),
             "modules in eval mode": f"{modes.count(False)} of {len(modes)}",
             "trainable weights": str(trainable),
         }

@@ -26,14 +26,19 @@ from .samples import datasets_differ, undivided
 
 EFFECTS = datasets_differ, ranks_differ
 TIMES = 0, 20, 21, 38, 39  # steps before which doctor reads adapted settings
+FITS = 0, 1, 20  # and what objects have learned, perhaps from the first batch
 CALLS = "forward", "__call__", "__getitem__", "__iter__"
 ADAPTED = """p prob probability temperature temp tau alpha beta gamma coef coeff margin
     threshold eps epsilon level stage difficulty weight strength noise"""
 ADAPTED = re.compile(f"(?:^|_)(?:{'|'.join(ADAPTED.split())})(?:_|$)")
-LEARNED = re.compile("(?:^|_)(?:mean|std|var|median|mu|sigma|scale)s?(?:_|$)", re.I)
+LEARNED = re.compile(
+    "^(?!.*(?:loss|acc|error|time|reward|return))"  # a meter may change rarely
+    "(?:.*_)?(?:mean|std|var|median|mu|sigma|scale)s?(?:_|$)",
+    re.I,
+)
 
 
-class Fitted(Event, limit=2):
+class Fitted(Event, limit=len(FITS)):
     """What objects have learned from data, such as StandardScaler.mean_."""
 
     values: dict[str, list[float]]  # a few numbers, by class and attribute
@@ -55,8 +60,11 @@ class Settings(Watcher):
     def on_input(self, network, inputs) -> None:
         if not torch.is_grad_enabled():
             return
-        begins = recorder.step == recorder.written[Fitted] and not recorder.full(Fitted)
-        if begins and sys.getallocatedblocks() < BLOCKS:  # before the first two steps
+        due = (
+            not recorder.full(Fitted)
+            and recorder.step >= FITS[recorder.written[Fitted]]
+        )
+        if due and sys.getallocatedblocks() < BLOCKS:
             every = gc.get_objects()
             kinds = {x for x in {*map(type, every)} if is_users(x) or sklearns(x)}
             own = [one for one in every if type(one) in kinds]
@@ -201,10 +209,10 @@ def facts(job) -> Iterator[tuple[str, list, int, str]]:
 
 
 def lasting(job, what: str) -> list[dict]:
-    """Return each rank's values (or tables) that the first steps have not changed."""
+    """Return each rank's values (or tables) that the last steps have not changed."""
     found = []
     for process in job.processes:
-        first, *later = [getattr(one, what) for one in process.of(Fitted)] or [{}]
+        first, *later = [getattr(one, what) for one in process.of(Fitted)[-2:]] or [{}]
         same = {k for k, x in first.items() if all(y.get(k) == x for y in later)}
         found.append({name: x for name, x in first.items() if name in same})
     return found

@@ -11,6 +11,7 @@ from ..event import Event
 from ..law import RISK, WRONG, Breach, check, several
 from ..loaders import Batch
 from ..moments import Moments
+from ..neighbours import Input
 from ..numbers import BEST, SPLITS, gap_of, others, results
 from ..record import not_the_users, place, recorder, runs_normally, torch, wrap
 from ..results import OTHER, Measured, Printed, Scored
@@ -28,6 +29,7 @@ LOCAL = re.compile(
     r"(?i)\b(rank|local|own|this|shard|worker|proc|gpu|node|client|fold|agent)|^\W*\d+\]"
 )
 RANKS = "which is the mean of the ranks' own values"
+SHARE = re.compile(r"(?<![\d.])(\d+) ?(?:/|of) ?(\d+)(?![\d.]*\d)")
 ORDERS = "topk sort argsort argmax argmin max min gather".split()
 Rows = list[tuple[Call, ...]]  # calls of collectives, one per rank
 
@@ -107,6 +109,30 @@ def partial_metric(job):
                 what = f"rank {line.rank} prints {text}, {what} ({count} prints)"
                 found.setdefault((line.place, text), Breach(what, line.place))
     yield from found.values()
+
+
+@check(LAW, RISK, needs=[Printed], read="lesson 4")
+def own_count(job):
+    """The script counts one rank's samples, but compares them with all ranks' samples.
+
+    Multiply the count by the world size (or all-reduce it), also for schedules.
+    Not a mistake if: the line is meant to show this rank's share.
+    """
+    ranks = len(job.processes)
+    for own in job.processes if ranks > 1 else ():
+        sizes, sites = {len(x.rows) for x in own.of(Input)}, defaultdict(list)
+        sizes |= {len(x.indices or x.rows or ()) for x in own.trained}
+        for line in own.of(Printed):
+            for n, pair in enumerate(SHARE.findall(line.text)):
+                sites[line.place, n].append((*map(int, pair), line))
+        for rows in sites.values():
+            each = {x / (line.step or 1) for x, _, line in rows}  # samples per step
+            count, total, line = rows[-1]
+            same = len(each) == 1 < len(rows) and each <= sizes - {1}
+            if same and count * ranks == total:
+                what = f"rank {own.rank} prints {count}/{total} after {line.step} steps"
+                yield Breach(f"{what} of {ranks} ranks", line.place)
+                return
 
 
 @check(LAW, RISK, needs=[Search], read="pitfall 16")

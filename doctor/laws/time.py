@@ -235,7 +235,7 @@ def in_turn(steps: list[list[Spans]]) -> Breach | None:
         work = [x.wall - parts(x)["communication"] - x.queued for x in column]
         works.append(work)
         sizes = [one.size for one in column]
-        if min(sizes) < 0.8 * max(sizes):
+        if min(sizes) < max(sizes):
             fits.append(sizes[work.index(max(work))] == max(sizes))
     share = 1 - max(map(sum, zip(*works, strict=True))) / sum(map(max, works))
     if share < 2 * SHARE or len(fits) < len(works) / 3 or sum(fits) < 0.8 * len(fits):
