@@ -94,8 +94,7 @@ def own_networks(job: Job) -> None:
     """Raise NotJudged if each rank may train its own networks, one after another."""
     pairs = {(one.which, one.optimizer) for one in job.processes[0].of(Step)}
     again = len(pairs) > len({which for which, _ in pairs})
-    text = "the script trains networks one after another, perhaps each rank its own"
-    need(job.of(Wraps) or not again, text)
+    need(job.of(Wraps) or not again, "the script trains one network after another")
 
 
 def consensus(job: Job) -> None:
@@ -250,6 +249,7 @@ def buffers_differ(job):
     """
     rows, updated = states_of(job, "validation"), states_of(job, "step", "buffers")
     need(rows + updated, "no network was validated on all ranks after the same step")
+    mend = "All-reduce the statistics in your buffers: DDP copies rank 0's buffers."
     for row in rows:
         what = f"weights and buffers of the validated {row[0].what}"
         if found := first([row], what, 1e-4, parts_of_layers(job)):
@@ -258,11 +258,11 @@ def buffers_differ(job):
             saved = any(x.step >= row[0].step for x in job.of(Saved))
             level = NOTE if norms and not saved else RISK
             text = f"after step {row[0].step}, {found[1]}"
-            yield Breach(text, row[0].place, level=level)
+            own = mend * (row[0].trains and not norms)
+            yield Breach(text, row[0].place, level=level, mend=own)
             return
     if found := first(updated, "buffers", 1e-4):
         row, text, _ = found
-        mend = "All-reduce the statistics in your buffers: DDP copies rank 0's buffers."
         level = NOTE if rows else RISK  # the validated buffers are equal
         text = f"in step {row[0].step + 1}, {text}"
         yield Breach(text, row[0].place, mend=mend, level=level)
