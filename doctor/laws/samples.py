@@ -27,7 +27,7 @@ REPEATS = "num_repeats", "repetitions"  # of timm's and torchvision's samplers
 CLASSES = "Give classes (or words) the same numbers on every rank: sort their names."
 DATA = re.compile("d.?p|data|rep|shard|batch|rank", re.I)  # names of dimensions
 DIVIDES = "DistributedSampler", "BatchSamplerShard", "ElasticSampler"
-DIVIDE = "Read order[rank::world_size] of an order made with one seed from equal numbers"
+DIVIDE = "Read order[rank::world_size] of an order made with one seed from equal data"
 AGAIN = "Write `for x in loader:`. next(iter(loader)) returns the first batch again."
 STREAM = (
     "Yield only every world_size-th sample, starting at the rank's number; loader "
