@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node 2 tutorial/labs/07_shuffled.py
 
 symptom: Two processes need as many steps as one.
 grader: epoch 0 uses 192 images, of which 96 are different; it should use each of
-checks: weights, shares(divided=True), steps
+checks: weights, shares(divided=True), steps, uneven
 doctor: same_samples
 lesson: 04_batches
 path: core

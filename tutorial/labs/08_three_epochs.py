@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node 2 tutorial/labs/08_three_epochs.py
 
 symptom: Every epoch repeats the first epoch.
 grader: rank 0 sees most images next to the same images in two epochs
-checks: weights, shares(divided=True), steps
+checks: weights, shares(divided=True), steps, uneven
 doctor: same_order
 lesson: 04_batches
 path: core

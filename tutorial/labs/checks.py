@@ -428,10 +428,15 @@ def check_old_file(run: Run, name: str) -> None:
             check_centered(new)
 
 
-def check_uneven(run: Run) -> None:
-    """Check that the learning rate falls if each epoch's last batch is smaller."""
-    with Run(run.script, when="with 5 processes, ", size=5).started() as other:
-        check_rates(other, rise=LR / 10)
+def check_uneven(run: Run, size: int = 5, falls: bool = False) -> None:
+    """Check a run in `size` processes, which cannot get equally many batches.
+
+    If `falls`, the learning rate has to fall until the end.
+    """
+    with Run(run.script, when=f"with {size} processes, ", size=size).started() as other:
+        check_weights(other)
+        if falls:
+            check_rates(other, rise=LR / 10)
 
 
 def check_resumes(run: Run) -> None:

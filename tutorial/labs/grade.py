@@ -25,6 +25,7 @@ from tutorial.labs.lab import FOLDER, Lab, labs
 from tutorial.labs.play import CHECKPOINT, Run, Wrong
 
 LABS = labs()
+WHEN = {1: "with one process, ", 2: "", 6: "with 6 processes on two machines, "}
 ONCE = "machines", "another_run", "resumes", "old_file", "uneven"  # start other runs
 
 
@@ -51,9 +52,8 @@ def grade(script: Path) -> str | None:
     lab = lab_of(script)
     try:
         for size in map(int, lab.processes.split(", ")):
-            when = "with one process, " if size == 1 else f"with {size} processes, "
-            when *= size != 2
-            run = Run(script, size=size, when=when)
+            when = WHEN.get(size, f"with {size} processes, ")
+            run = Run(script, size=size, when=when, machines=2 if size == 6 else 1)
             with unchanged(script.with_name("pretrained.pt")), run.started():
                 check(run, lab, once=size == 2)
                 when = "with files of an earlier run in the folder, "
