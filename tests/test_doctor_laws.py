@@ -660,14 +660,15 @@ def test_passes_over_equal_inputs_are_judged_apart():
 
 
 def test_a_count_of_one_ranks_samples_beside_a_total_is_named():
-    own = event(Input, network=0, rows=array("q", range(8)), loaded=False)
-    for count, total, wanted in (
-        (8, 144, True),
-        (16, 288, False),  # it counts all ranks' samples, but the run ends early
-        (1, 18, False),  # it counts steps
+    for count, total, text, wanted in (
+        (8, 128, "", True),
+        (16, 256, "", False),  # it counts all ranks' samples, but the run ends early
+        (8, 128, "rank 0: ", False),
     ):
-        lines = [line(f"{count * n}/{total}: R2 0.5", 3.0 + n, n) for n in (3, 9)]
-        assert ("own_count" in named(report([own, *lines], [own]))) == wanted
+        texts = [f"{text}{n * count}/{total}: R2 0.5" for n in range(9)]
+        lines = [line(texts[n], 3.0 + n, n) for n in (4, 6, 8)]
+        found = report(*([*fed(own, epochs=2), *lines] for own in HALVES), steps=0)
+        assert ("own_count" in named(found)) == wanted
 
 
 def test_gradients_are_no_sums(monkeypatch):

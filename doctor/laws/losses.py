@@ -8,6 +8,7 @@ from itertools import accumulate
 from traceback import walk_stack
 from typing import NamedTuple
 
+from ..moments import Moments
 from ..record import recorder, torch
 from ..watcher import Watcher
 from .passes import Passes, Update
@@ -53,24 +54,23 @@ class Losses(Watcher):
     def on_collective(self, name, arguments, options, where) -> None:
         if not recorder.watching:
             return
-        part = part_of_function()
-        if part == "backward" and Passes.here.current:
-            Passes.here.current.pop("one_way", None)
-        if name not in RECEIVE or not arguments:
-            return
         given = [*arguments[:2], *options.values()]
         flat = [y for x in given for y in (x if isinstance(x, list) else [x])]
-        for own in [x for x in flat if isinstance(x, torch.Tensor)][-1:]:
+        last = [x for x in flat if isinstance(x, torch.Tensor)][-1:]
+        part = part_of_function(last)
+        if part == "backward" and Passes.here.current:
+            Passes.here.current.pop("one_way", None)
+        for own in last if name in RECEIVE else ():
             # Many scripts gather a batch's losses (one dimension) to print them
-            used = own.dim() > 1 or part == "forward"
+            used = own.dim() > 1 or (own.dim() and (part or Moments.here.depth))
             if own.is_floating_point() and used and not in_torch():
                 gathers = name.startswith("all_gather")
                 tracks = gathers and own.requires_grad and torch.is_grad_enabled()
-                inner = (gathers and own.requires_grad) or name == "all_reduce"
+                sums = part == "sum" and name == "all_reduce" and own.numel() > 1
+                inner = own.requires_grad and part if gathers else sums
                 results = given[0] if gathers else []
                 results = results if isinstance(results, (list, tuple)) else [results]
-                inner = inner and part == "forward" and own.is_cpu
-                one = results, tracks, name * inner, where
+                one = results, tracks, name * bool(inner and own.is_cpu), where
                 self.received = [*self.received[-15:], one]
 
     def after_collective(self, name, tensors, where, seconds) -> None:
@@ -102,19 +102,26 @@ class Losses(Watcher):
         self.sums = []
 
 
-def part_of_function() -> str:
+def part_of_function(tensors: list) -> str:
     """Return "forward" or "backward" if an autograd function of the script runs.
 
-    A forward() without gradients does not count.
+    Return "sum" if, in forward(), a tensor seems to be a copy of the function's input.
     """
+    part = ""
     for frame, _ in walk_stack(sys._getframe(2)):
-        code = frame.f_code
+        code, own = frame.f_code, frame.f_locals
         if code.co_name in ("forward", "backward") and code.co_argcount:
-            first = frame.f_locals.get(code.co_varnames[0])
-            if isinstance(first, torch.autograd.function.BackwardCFunction):
-                used = code.co_name == "backward" or any(first.needs_input_grad)
-                return code.co_name * used
-    return ""
+            first = own.get(code.co_varnames[0])
+            if not isinstance(first, torch.autograd.function.BackwardCFunction):
+                continue
+            if code.co_name == "backward":
+                return "backward"  # it may call another function
+            inputs = [x for x in own.values() if torch.is_tensor(x) and x.requires_grad]
+            lost = sum(first.needs_input_grad) > len(inputs)  # as in x = x.clone()
+            pairs = [(x.to(y), y) for x in inputs for y in tensors if y.is_cpu]
+            same = lost or any(torch.equal(x, y) for x, y in pairs)
+            part = part or ("sum" if same else "forward")
+    return part
 
 
 def in_torch() -> bool:

@@ -191,7 +191,7 @@ def gathered_without_gradient(job):
     averaged = [x.row[0].passes for x in found if near(x.factor, 1)]
     lines = [entry["one_way"] for x in averaged for entry in x if "one_way" in entry]
     what = "a function calls {}(), but no collective in its backward()"
-    name, place = lines[0] if len(lines) > len(averaged) / 2 else ("", "")
+    name, place = lines[0] if 2 * len(lines) > sum(map(len, averaged)) else ("", "")
     if name == "all_reduce":  # not only a factor is lost
         mend = "In backward(), add up the gradients of all ranks with all_reduce()."
         yield Breach(what.format(name), place, mend=mend)

@@ -90,16 +90,8 @@ def equal_steps(job: Job, after: int) -> list[int]:
     return [row[0].step for row in rows if not differing(row)[0]]
 
 
-def own_networks(job: Job) -> None:
-    """Raise NotJudged if each rank may train its own networks, one after another."""
-    pairs = {(one.which, one.optimizer) for one in job.processes[0].of(Step)}
-    again = len(pairs) > len({which for which, _ in pairs})
-    need(job.of(Wraps) or not again, "the script trains one network after another")
-
-
 def consensus(job: Job) -> None:
     """Raise NotJudged if the ranks' weights come nearer, without DDP, as in ADMM."""
-    own_networks(job)
     calls = [x for x in job.of(Call) if x.like and not x.weight]
     rows = [[x.values for x in row] for row in states_of(job, "step", "weights")]
     gaps = [math.dist(x[0], x[-1]) for x in rows if len({*map(len, x)}) == 1] or [0.0]
@@ -155,7 +147,6 @@ def weights_differ(job):
     start = states_of(job, "start", "weights")[:1]  # before the first backward pass
     if found and (not start or differing(start[0])[0]):
         whole_weights(job, found[2])
-        own_networks(job)
         yield Breach(f"before the first step, {found[1]}", rows[0][0].place)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import field
 from functools import cache
+from itertools import pairwise
 from math import nan
 from zlib import crc32
 
@@ -31,11 +32,8 @@ CALLS = "forward", "__call__", "__getitem__", "__iter__"
 ADAPTED = """p prob probability temperature temp tau alpha beta gamma coef coeff margin
     threshold eps epsilon level stage difficulty weight strength noise"""
 ADAPTED = re.compile(f"(?:^|_)(?:{'|'.join(ADAPTED.split())})(?:_|$)")
-LEARNED = re.compile(
-    "^(?!.*(?:loss|acc|error|time|reward|return))"  # a meter may change rarely
-    "(?:.*_)?(?:mean|std|var|median|mu|sigma|scale)s?(?:_|$)",
-    re.I,
-)
+LEARNED = re.compile("(?:^|_)(?:mean|std|var|median|mu|sigma|scale)s?(?:_|$)", re.I)
+USES = re.compile("loss|forward|__call__|__getitem__|__iter__|normali|encod|transform")
 
 
 class Fitted(Event, limit=len(FITS)):
@@ -55,22 +53,22 @@ class Settings(Watcher):
     """Records what objects have learned, and settings that they use when called."""
 
     def __init__(self):
-        self.own = []  # weak references to objects with a setting
+        self.own, self.first = [], None  # objects with a setting; first Fitted.values
 
     def on_input(self, network, inputs) -> None:
         if not torch.is_grad_enabled():
             return
-        due = (
-            not recorder.full(Fitted)
-            and recorder.step >= FITS[recorder.written[Fitted]]
-        )
+        due = recorder.step == (*FITS, None)[recorder.written[Fitted]]
         if due and sys.getallocatedblocks() < BLOCKS:
             every = gc.get_objects()
             kinds = {x for x in {*map(type, every)} if is_users(x) or sklearns(x)}
             own = [one for one in every if type(one) in kinds]
-            recorder.write(Fitted(values=fitted(own), tables=tables_in(own)))
+            values = fitted(own, self.first)
+            self.first = self.first or values
+            recorder.write(Fitted(values=values, tables=tables_in(own)))
+            adapts = [x for x in own if settings_of(type(x)) and recorder.step < 2]
             with suppress(TypeError):  # some classes allow no weak references
-                self.own = [weakref.ref(x) for x in own if settings_of(type(x))]
+                self.own = [*map(weakref.ref, adapts)] or self.own
         number = recorder.written[Adapts]
         if not recorder.full(Adapts) and recorder.step >= TIMES[number]:
             recorder.write(Adapts(values=adapted([x() for x in self.own])))
@@ -107,8 +105,8 @@ def numbered(table: dict) -> bool:
     return dense and len(numbers) == len(table)
 
 
-def fitted(objects: list) -> dict[str, list[float]]:
-    """Return Fitted.values, by scikit-learn's or by usual names of statistics."""
+def fitted(objects: list, first: dict | None = None) -> dict[str, list[float]]:
+    """Return Fitted.values: of changes since `first`, only those that methods use."""
     found, again = {}, set()
     for one in objects:
         kind = type(one)
@@ -117,7 +115,9 @@ def fitted(objects: list) -> dict[str, list[float]]:
             fits = name.endswith("_") or (LEARNED.search(name) and not sklearns(kind))
             if fits and name[0] != "_" and (few := few_of(value)):
                 again |= {label} & found.keys()
-                found[label] = few
+                same = first is None or first.get(label) == few
+                if same or name in used_by(kind, *filter(USES.search, dir(kind))):
+                    found[label] = few  # else perhaps a meter
     return {name: few for name, few in found.items() if name not in again}
 
 
@@ -209,12 +209,14 @@ def facts(job) -> Iterator[tuple[str, list, int, str]]:
 
 
 def lasting(job, what: str) -> list[dict]:
-    """Return each rank's values (or tables) that the last steps have not changed."""
+    """Return each rank's values (or tables) that stay the same for some steps."""
     found = []
     for process in job.processes:
-        first, *later = [getattr(one, what) for one in process.of(Fitted)[-2:]] or [{}]
-        same = {k for k, x in first.items() if all(y.get(k) == x for y in later)}
-        found.append({name: x for name, x in first.items() if name in same})
+        rows = [getattr(one, what) for one in process.of(Fitted)]
+        own = {} if rows[1:] else dict(*rows)
+        for one, other in pairwise(rows):
+            own |= {name: x for name, x in one.items() if other.get(name) == x}
+        found.append(own)
     return found
 
 

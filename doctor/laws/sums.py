@@ -11,7 +11,6 @@ from ..event import Event
 from ..law import RISK, WRONG, Breach, check, several
 from ..loaders import Batch
 from ..moments import Moments
-from ..neighbours import Input
 from ..numbers import BEST, SPLITS, gap_of, others, results
 from ..record import not_the_users, place, recorder, runs_normally, torch, wrap
 from ..results import OTHER, Measured, Printed, Scored
@@ -120,16 +119,18 @@ def own_count(job):
     """
     ranks = len(job.processes)
     for own in job.processes if ranks > 1 else ():
-        sizes, sites = {len(x.rows) for x in own.of(Input)}, defaultdict(list)
-        sizes |= {len(x.indices or x.rows or ()) for x in own.trained}
+        sizes = {len(x.indices or x.rows or ()) for x in own.trained} - {1}
+        loader, sites = own.loader(), defaultdict(list)
         for line in own.of(Printed):
             for n, pair in enumerate(SHARE.findall(line.text)):
-                sites[line.place, n].append((*map(int, pair), line))
+                if line.step > 1 and not LOCAL.search(line.text):
+                    sites[line.place, n].append((*map(int, pair), line))
         for rows in sites.values():
-            each = {x / (line.step or 1) for x, _, line in rows}  # samples per step
+            each = {(x / line.step, y) for x, y, line in rows}  # samples per step
             count, total, line = rows[-1]
-            same = len(each) == 1 < len(rows) and each <= sizes - {1}
-            if same and count * ranks == total:
+            whole = loader and loader.samples and total % loader.samples == 0
+            same = len(each) == 1 and len(rows) > 2 and count / line.step in sizes
+            if whole and same and count * ranks == total:
                 what = f"rank {own.rank} prints {count}/{total} after {line.step} steps"
                 yield Breach(f"{what} of {ranks} ranks", line.place)
                 return

@@ -242,8 +242,7 @@ def in_turn(steps: list[list[Spans]]) -> Breach | None:
         return None
     what = f"in {len(fits)} of {len(works)} steps, the ranks' batches have different "
     what += f"sizes, and ranks wait for the largest: {share:.0%} of the time"
-    mend = "Sort samples into groups of similar size, and let all ranks use the same "
-    return Breach(what, mend=mend + "group in a step.")
+    return Breach(what, mend="Give all ranks batches of similar size in each step.")
 
 
 def slowest(steps: list[list[Spans]], wall: float) -> Breach | None:
