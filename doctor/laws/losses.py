@@ -62,8 +62,8 @@ class Losses(Watcher):
             Passes.here.current.pop("one_way", None)
         for own in last if name in RECEIVE else ():
             # Many scripts gather a batch's losses (one dimension) to print them
-            used = own.dim() > 1 or (own.dim() and (part or Moments.here.depth))
-            if own.is_floating_point() and used and not in_torch():
+            inside = part or (name == "all_reduce" and Moments.here.depth)
+            if own.is_floating_point() and own.dim() > (not inside) and not in_torch():
                 gathers = name.startswith("all_gather")
                 tracks = gathers and own.requires_grad and torch.is_grad_enabled()
                 sums = part == "sum" and name == "all_reduce" and own.numel() > 1
