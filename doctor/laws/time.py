@@ -256,7 +256,7 @@ def slowest(steps: list[list[Spans]], wall: float) -> Breach | None:
     columns, gain = [*zip(*works, strict=False)], most - others
     often = sum(column[slow] == max(column) for column in columns)
     # If a rank waited for a core in collectives, the machine is busy
-    busy = min(medians) < 0 or often < 0.8 * len(columns)
+    busy = min(medians) < 0 or often < max(8, 0.8 * len(columns))
     if busy or gain < max(SHARE * wall, 0.2 * others):
         return None
     more = {}
