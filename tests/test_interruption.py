@@ -118,5 +118,4 @@ def wait_for_a_save(output, ranks):
         return path.exists() and path.stat().st_mtime_ns
 
     before = saved()
-    text, soon = ranks.text, {"interval": 0.005}
-    wait_until(lambda: saved() != before or not ranks.alive(), 60, text, **soon)
+    wait_until(lambda: saved() != before or not ranks.alive(), 60, ranks.text, 0.005)

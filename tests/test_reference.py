@@ -307,7 +307,8 @@ def test_a_step_sends_its_gradients_once(tmp_path, digits, name):
     """A step sends four or two bytes per weight, however many micro-batches it has."""
     flags = ["--data", digits, *SENT, "-b", 48, "--max-steps", 2, "--epochs", 1]
     more = [[], ["--accumulate", 4]]
-    choices = re.search(r"ess-grad.*choices=(.*)", (ROOT / f"{name}.py").read_text())[1]
+    source = (ROOT / f"{name}.py").read_text()
+    choices = re.search(r"--compress-gradients.*choices=(.*)", source)[1]
     for dtype in re.findall(r"\w+16", choices):
         more.append(["--compress-gradients", dtype, "--accumulate", 2])
     runs = []

@@ -240,9 +240,9 @@ def in_turn(steps: list[list[Spans]]) -> Breach | None:
     share = 1 - max(map(sum, zip(*works, strict=True))) / sum(map(max, works))
     if share < 2 * SHARE or len(fits) < len(works) / 3 or sum(fits) < 0.8 * len(fits):
         return None
-    what = f"in {len(fits)} of {len(works)} steps, the ranks' batches have different "
+    what = f"in {len(fits)} of {len(works)} steps, the ranks' inputs have different "
     what += f"sizes, and ranks wait for the largest: {share:.0%} of the time"
-    return Breach(what, mend="Give all ranks batches of similar size in each step.")
+    return Breach(what, mend="Give all ranks inputs of similar size in each step.")
 
 
 def slowest(steps: list[list[Spans]], wall: float) -> Breach | None:
