@@ -52,6 +52,8 @@ def _search(value, name: str, depth: int, found: dict) -> None:
             chosen = value._indices and value._indices.column(0).to_pylist()
             few = [chosen[i] if chosen else i for i in positions(len(value), 16)]
             found[name] = _entries([value._data.slice(i, 1).to_pylist() for i in few])
+    elif isinstance(value, range):
+        found[name] = len(value), digest([value.start, value.step]), None
     elif getattr(type(value), "__getitem__", None) in READ:
         inner = [one for one in value if hasattr(one, "__getitem__")][:16]
         if len(value) > 7 and any(_text(value[i]) for i in positions(len(value), 8)):

@@ -24,12 +24,13 @@ from doctor.law import examine
 from doctor.laws.carried import Kept
 from doctor.laws.losses import Term
 from doctor.laws.meeting import Call, Meeting, given
+from doctor.laws.modes import Validation
 from doctor.laws.passes import Update
 from doctor.laws.printed import OTHER
 from doctor.laws.randomness import Draw, Seed
 from doctor.laws.ranks import Facts, Measured
 from doctor.laws.samples import Divided
-from doctor.laws.targets import Contrast
+from doctor.laws.targets import Contrast, first_candidate
 from doctor.laws.time import Spans
 from doctor.loaders import Batch, Epoch, EpochEnd, Loaders, Pass, leaves
 from doctor.moments import Step
@@ -41,6 +42,7 @@ from doctor.record import recorder
 from doctor.results import Measured as Result
 from doctor.results import Printed, Results, Scored
 from doctor.sample import hashes, rows_of
+from doctor.signature import signature
 from doctor.watcher import watch
 
 PASS = {"loader": 0, "epoch": 0}
@@ -146,6 +148,22 @@ def test_what_only_the_last_rank_does_is_named():
     assert "rank 2 ends with ValueError: no" in found.what
 
 
+@pytest.mark.parametrize("first, stride", [(0, 1), (9, 1), (0, 2)])
+def test_parts_of_a_series_have_equal_indices(first, stride):
+    """Datasets may be windows of one array, which begin at other positions."""
+    ranks, own = [fed(x) for x in HALVES], {"loader": 1, "epoch": 0}
+    for one in each(Feed, ranks):
+        one.fields, one.data = {"D.first": 0}, signature(SimpleNamespace(at=range(9)))
+    parts = {"data": signature(SimpleNamespace(at=range(0, 9 * stride, stride)))}
+    parts |= {"fields": {"D.first": first}, "part": [5, 6]}
+    for rank in ranks:
+        rank.append(event(Feed, **own, **parts))
+        rank += [event(Epoch, **own), event(Batch, **own, indices=array("q", [5, 6]))]
+        rank.append(event(Validation, 9, **own))
+    found = named(report(*ranks, steps=0))
+    assert ("trained_on_validation" in found) == (first == 0 and stride == 1)
+
+
 def test_samples_whose_contents_differ():
     """Padding may cut the longest samples of a batch, which differ from epoch to epoch."""
     for names, count, epochs in ((1, 0, 4), (1, 64, 4), (0, 5, 1), (0, 5, 4)):
@@ -195,17 +213,23 @@ def test_numbers_that_another_rank_draws_at_another_time():
         assert "shifted_numbers" not in named(seeded(*ranks))
 
 
-@pytest.mark.parametrize(("first", "loss"), [(16, 1.0), (0, 1.5), (0, 1.0)])
-@pytest.mark.parametrize("one", [0, 7])
-def test_targets_of_all_ranks_candidates_depend_on_the_rank(first, loss, one):
-    own, ranks = {"count": 16, "candidate": one}, []
-    for n, x in ((0, 1.0), (first, loss)):
-        rows = [event(Contrast, k, first=n, loss=x + k / 99, **own) for k in range(20)]
-        ranks.append(rows)
-    found, same = report(*ranks), first == 0 and (loss > 1 or one > 0)
-    assert named(found) == ({"same_targets"} if same else set())
+@pytest.mark.parametrize("first, one", [(0, 0), (0, 7), (16, 7)])
+def test_targets_of_all_ranks_candidates_depend_on_the_rank(first, one):
+    own = {"count": 16, "candidate": one}
+    ranks = [
+        [event(Contrast, k, first=n, **own) for k in range(20)] for n in (0, first)
+    ]
+    found = report(*ranks)
+    assert named(found) == ({"same_targets"} if one > first else set())
     unclear = "own candidates" in str(found.verdicts[1].not_judged)
-    assert unclear == (first == 0 and not same)
+    assert unclear == (one == first == 0)
+
+
+def test_the_first_candidate_of_a_product():
+    one, scale = torch.randn(4, 3, requires_grad=True), torch.ones(1).requires_grad_()
+    for scores in (one @ one.T / 2, scale.exp() * torch.inner(one, one)):
+        assert first_candidate(scores)
+    assert not first_candidate(-torch.cdist(one, one))
 
 
 def measured(values, **more):

@@ -48,7 +48,11 @@ class Call(Event, limit=3000):
     inside: list[str] = ()  # weights of the module whose forward() calls it
     gathers: list[str] = ()  # weights that it gathers
     weight: str = ""  # the weight whose gradient it sums
-    like: bool = False  # the tensor has as many elements as a matrix of weights
+
+    @property
+    def large(self) -> bool:
+        """Whether it sums at least 100 numbers."""
+        return self.name in SUMS and self.sent.find(" x ") > 2
 
 
 class Meeting(Watcher):
@@ -92,7 +96,6 @@ class Meeting(Watcher):
             if name in SUMS:
                 call.keys, counts = variables(sys._getframe(), one.numel())
                 call.counts = counts if one.numel() == 1 else {}
-            call.like = one.numel() in {x.numel() for x in trained() if x.dim() > 1}
             table = one.dim() == 2 or not one.is_floating_point()
             few = one.numel() <= (COUNTS if table else 64)
             if few and type(one) is torch.Tensor and not weight:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from itertools import chain, pairwise, permutations
-from operator import ne
+from operator import ne, sub
 from statistics import median
 
 from ..job import Job
@@ -92,10 +92,10 @@ def equal_steps(job: Job, after: int) -> list[int]:
 
 def consensus(job: Job) -> None:
     """Raise NotJudged if the ranks' weights come nearer, without DDP, as in ADMM."""
-    calls = [x for x in job.of(Call) if x.like and not x.weight]
     rows = [[x.values for x in row] for row in states_of(job, "step", "weights")]
     gaps = [math.dist(x[0], x[-1]) for x in rows if len({*map(len, x)}) == 1] or [0.0]
-    often = 2 * len({one.step for one in calls}) > len(gaps) > 9
+    steps = {x.step for x in job.of(Call) if x.large and not x.weight}
+    often = 2 * len(steps) > len(gaps) > 9
     nearer = often and 3 * max(gaps[-(len(gaps) // 4) :]) < max(gaps)
     text = "the ranks' weights come nearer, perhaps to a consensus"
     need(job.of(Wraps) or not nearer, text)
@@ -135,19 +135,30 @@ def whole_weights(job: Job, names: list[str]) -> None:
             raise NotJudged(f"the optimizer's weights may be parts of those of {what}")
 
 
+def own_networks(job: Job, rows: list[list[State]], names: list[str]) -> bool:
+    """Return whether ranks may train networks of their own, and share other tensors."""
+    steps = {x.step for x in job.of(Call) if x.large and x.weight not in names}
+    pairs = [(row[0].values, row[1].values) for row in (rows[0], rows[-1])]
+    # Averaged gradients would leave the difference between the ranks as it is
+    changes = not alike([[*map(sub, *pair)] for pair in pairs], 0.1)
+    return len(steps) > len(rows) / 3 and changes and not job.of(Wraps)
+
+
 @check(LAW, WRONG, read="lesson 5")
 def weights_differ(job):
     """The ranks start with different weights.
 
     Wrap the network in DDP when all its weights exist, in the same order on all ranks,
     or broadcast them from rank 0.
+    Not a mistake if: each rank is meant to train networks of its own.
     """
     rows = need(states_of(job, "step", "weights"), NONE)
     found = first(rows[:1], "weights", 1e-6, parts_of_layers(job))
     start = states_of(job, "start", "weights")[:1]  # before the first backward pass
     if found and (not start or differing(start[0])[0]):
         whole_weights(job, found[2])
-        yield Breach(f"before the first step, {found[1]}", rows[0][0].place)
+        what, place = f"before the first step, {found[1]}", rows[0][0].place
+        yield Breach(what, place, level=RISK * own_networks(job, rows, found[2]))
 
 
 EARLIER = weights_differ, collectives_differ, steps_differ

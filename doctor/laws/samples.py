@@ -291,7 +291,9 @@ def trained_on_validation(job):
     for loader, validated in sorted(passes.items()):
         other, both = feeds(job, loader), validated & trained
         same = own and other and own[0].data and own[0].data == other[0].data
+        fields = [x[0].fields.items() for x in (own, other) if same]
+        starts = [{k: x for k, x in y if type(x) is int} for y in fields]
         # Equal parts: the pass measures training accuracy
-        if both and same and own[0].part != other[0].part:
+        if both and same and starts[0] == starts[1] and own[0].part != other[0].part:
             what = f"training uses {len(both)} of {len(validated)} validation samples"
             yield Breach(what, job.processes[0].loader(loader).place)

@@ -5,6 +5,7 @@ forward passes, steps and the end of the script.
 """
 
 import contextlib
+import errno
 import gc
 import multiprocessing
 import os
@@ -150,9 +151,15 @@ class Watch(Watcher):
         return call(content, file, *args, **kwargs)
 
     def audit(self, event: str, arguments: tuple) -> None:
-        """Count when a checkpoint gets lost, even for a moment; delay deletions."""
+        """Count when a checkpoint gets lost, even for a moment; delay deletions.
+
+        As on many machines, the folder for temporary files is another file system.
+        """
         if event == "os.remove" and str(arguments[0]).endswith(".pt"):
             threading.Event().wait(0.2)  # as a slow disk does
+        if event == "os.rename" and Path(arguments[1]).name == CHECKPOINT.name:
+            if not Path(arguments[0]).absolute().is_relative_to(Path.cwd()):
+                raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), *arguments[:2])
         if event in ("open", "os.remove", "os.rename") and CHECKPOINT.exists():
             path = Path(str(arguments[0]))
             if event == "open" and arguments[2] & os.O_ACCMODE and path.exists():
