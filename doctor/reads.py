@@ -299,8 +299,8 @@ def looped(job: Job) -> list[Reads]:
     shortest, end = min(map(len, ranks)), min(map(len, lists))
     again = any(len(a) < len(b) for a, b in zip(ranks, lists, strict=True))
     early = before_a_repeat([[*chain(*row)] for row in zip(*lists, strict=False)])
-    pool = len({*chain(*whole.all)})
-    if len({*chain(*early)}) > 0.75 * pool:  # each rank reads all files, in turns
+    pool, distinct = len({*chain(*whole.all)}), len({*chain(*early)})
+    if distinct > 0.75 * pool:  # each rank reads all files, in turns
         shortest = len(early)
     if shortest < 8 and whole.together()[0] > 0.9:  # one random draw for all ranks
         ranks, shortest = lists, end
@@ -310,7 +310,7 @@ def looped(job: Job) -> list[Reads]:
     lap = partial(Reads, whole=False, index=False, pool=pool, ids=ids, shift=shift)
     text = f"the first {shortest} inputs of the network"
     found = [lap([x[:shortest] for x in ranks], text)]
-    epochs = {*map(len, ranks)} == {shortest} and again  # all repeat in this step
+    epochs = distinct == pool or (again and {*map(len, ranks)} == {shortest})
     size = shortest if epochs else max(8, shortest)
     for start in range(shortest, end - min(8, size) + 1, size):
         own = [x[start : start + size] for x in lists]

@@ -27,7 +27,6 @@ PLANTED = [(m.name, m, (ROOT / "tests/doctor" / m.file).read_text()) for m in MI
 FACTS = runpy.run_path(str(ROOT / "tutorial" / "labs" / "lab.py"))["labs"]()
 LABS = [(n, x, "horovod" * (n == "30")) for n, x in FACTS.items() if x.doctor != "-"]
 QUICK = {"a script"}  # the others only run with --full
-TOGETHER = "together"  # marks mistakes that one script contains all at a time
 # Mistakes that doctor does not see; docs/doctor.md lists its limits
 UNSEEN = {
     "a loss times the number of processes",
@@ -107,10 +106,10 @@ def test_a_mistake_is_named(mistake, tmp_path):
 def test_several_mistakes_in_one_script_are_all_named(mode, tmp_path):
     text, wanted = MODES[mode].read_text(), set()
     for one in MISTAKES:
-        if TOGETHER in one.tests and one.file == f"modes/{mode}.py":
+        if "together" in one.tests and one.file == f"modes/{mode}.py":
             assert text.count(one.old) == 1, one.name
             text = text.replace(one.old, one.new)
-            wanted |= {*one.tests} - {TOGETHER}
+            wanted |= {*one.tests} - {"together"}
     found = examine(tmp_path, MODES[mode], text)
     assert wanted <= {one["check"] for one in found}, found
     assert all(one["place"].startswith(f"{mode}.py:") for one in found if one["place"])

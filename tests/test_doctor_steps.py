@@ -614,7 +614,6 @@ def test_which_weights_are_compared(monkeypatch):
 
 
 def sums(count, size, **more):
-    """Return one all_reduce() in each of the first steps."""
     more |= {"name": "all_reduce", "sent": f"{size} x float32"}
     return [event(Call, n, **more) for n in range(count)]
 
@@ -779,9 +778,7 @@ def test_what_ranks_may_have_of_their_own():
         (lambda rank: [event(Wraps, 0)], "WRONG"),
         (lambda rank: [event(Wraps, 3 * rank)], ""),
         (lambda rank: sums(2, 100), "RISK"),
-        (lambda rank: sums(2, 100, weight="body"), "RISK"),
         (lambda rank: sums(2, 100, weight="head"), "WRONG"),
-        (lambda rank: sums(2, 99), "WRONG"),
         (lambda rank: sums(1, 100), "WRONG"),
         (lambda rank: [*sums(2, 100), event(Wraps)], "WRONG"),
     ):
@@ -930,6 +927,8 @@ def test_what_each_rank_learns_from_its_own_data():
         own = event(Fitted, values=values, tables=tables_in([one]))
         assert named(judged([first], [own])) == wanted
         assert named(judged([begun, first, first], [begun, own, own])) == wanted
+        if "tables_differ" not in wanted:  # equal at first, learned since then
+            assert named(judged([first, begun, first], [first, begun, own])) == wanted
         later = event(Fitted, 1, values={}, tables={})  # what changes does not count
         assert not named(judged([first], [own, later]))
 

@@ -325,9 +325,10 @@ def test_a_step_sends_its_gradients_once(tmp_path, digits, name):
         assert half["sent"] == [size // 2 for size in whole["sent"]]
     torch.manual_seed(0)
     ends = small(10).state_dict(), *(run["weights"] for run in ranks[0])
-    ends = [torch.cat([weight.flatten() for weight in end.values()]) for end in ends]
-    first, whole, parts, *halves = ends
+    vectors = (torch.cat([weight.flatten() for weight in x.values()]) for x in ends)
+    first, whole, parts, *halves = vectors
     moved = (whole - first).abs().max()
     assert 0 < (parts - whole).abs().max() < 1e-4 * moved
     for half in halves:  # bf16 has 8 bits
         assert 0 < (half - whole).abs().max() < 0.05 * moved
+    assert len({x.abs().sum().item() for x in halves}) == len(halves)  # fp16 has 11

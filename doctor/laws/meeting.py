@@ -19,7 +19,6 @@ LAW = Law(9, "meeting", "All ranks meet")
 ROOTS = {"broadcast": 1, "reduce": 1, "scatter": 2, "gather": 2}  # argument's position
 ROOTS |= {"broadcast_object_list": 1, "gather_object": 2, "broadcast_": 1}
 COUNTS = 4096  # largest size of a table of counts, such as a confusion matrix
-LARGE = 1000  # a tensor with more elements is no metric
 SUMS = "all_reduce", "reduce", "broadcast"
 UNEVEN = "all_to_all_single", "allgather"  # sizes may differ between ranks
 
@@ -131,7 +130,7 @@ def one_network(job) -> None:
     need(not alone, "each rank trains its own network, and they do not meet")
     if len(sends := job.of(Sends)) == len(job.processes):
         stages = len(trained) > 1 and not any(x.step for x in sends)
-        peers = not job.of(Wraps) and all(x.step and x.count > LARGE for x in sends)
+        peers = not job.of(Wraps) and all(x.step and x.count > 1000 for x in sends)
         text = "the ranks exchange tensors, and may train different weights"
         need(not (stages or peers), text)
 

@@ -208,16 +208,14 @@ def facts(job) -> Iterator[tuple[str, list, int, str]]:
                     yield name, [one and one[0] for one in rows], step, where
 
 
-def lasting(job, what: str) -> list[dict]:
-    """Return each rank's values (or tables) that stay the same for some steps."""
-    found = []
+def lasting(job, what: str) -> Iterator[dict]:
+    """Yield each rank's values (or tables) that stay the same for some steps."""
     for process in job.processes:
         rows = [getattr(one, what) for one in process.of(Fitted)]
         own = {} if rows[1:] else dict(*rows)
         for one, other in pairwise(rows):
             own |= {name: x for name, x in one.items() if other.get(name) == x}
-        found.append(own)
-    return found
+        yield own
 
 
 @check(LAW, RISK, needs=[Fitted], causes=[datasets_differ], read="lesson 4")
@@ -227,7 +225,12 @@ def fits_differ(job):
     Fit on all training samples, or fit on rank 0 and broadcast what it has learned.
     Not a mistake if: each rank is meant to have a preprocessing of its own.
     """
-    rows = lasting(job, "values")
+    rows = [*lasting(job, "values")]
+    every = [[one.values for one in row] for row in job.rows(Fitted)]
+    for name, x in every[0][0].items() if len(every) == len(FITS) else ():
+        if all(y.get(name) == x for y in every[0]):  # a rank has learned it since then
+            for own, last in zip(rows, every[-1], strict=True):
+                own[name] = last.get(name, x)
     shared = set.intersection(*map(set, rows))
     found = [x for x in sorted(shared) if not alike([row[x] for row in rows], 1e-6)]
     for name in found[:1]:
@@ -264,7 +267,7 @@ def tables_differ(job):
     Build the table from all samples in sorted order, or broadcast it from rank 0.
     Not a mistake if: the numbers do not reach the network.
     """
-    rows = lasting(job, "tables")
+    rows = [*lasting(job, "tables")]
     for name, first in rows[0].items():
         for rank, other in enumerate(rows):
             both = first.keys() & other.get(name, {}).keys()

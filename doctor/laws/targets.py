@@ -67,7 +67,6 @@ def same_targets(job):
         return
     one = same[0][0]
     text = f"the targets are {one.first} to {one.first + one.count - 1} on every rank"
-    heads = [{x.candidate for x in row} for row in same]
-    if any(len(x) > 1 or 0 in x for x in heads):
+    if any(not x.candidate == row[0].candidate != 0 for row in same for x in row):
         raise Doubt(f"{text}, which is right if each rank's own candidates come first")
     yield Breach(f"{text}, and the first candidate is the same one", one.place)

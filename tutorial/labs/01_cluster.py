@@ -3,7 +3,7 @@
 torchrun --standalone --nproc-per-node 2 tutorial/labs/01_cluster.py
 
 symptom: Training works on one machine. On two machines, some images are never used.
-grader: on two machines with two processes each, epoch 0 uses 96 images, of which 48 are
+grader: on 2 machines with 2 processes each, epoch 0 uses 96 images, of which 48 are
 checks: weights, shares, steps, machines
 doctor: same_samples
 lesson: 01_ranks

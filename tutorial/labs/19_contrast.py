@@ -5,7 +5,7 @@ torchrun --standalone --nproc-per-node 2 tutorial/labs/19_contrast.py
 symptom: Training hangs at the end of an epoch.
 grader: rank 0 is still waiting in b
 checks: weights, shares(least=64, contrast=0.7, repeats=16), steps(most=4),
-  facts(collectives=60), uneven(size=9)
+  facts(collectives=60), uneven(size=9, contrast=0.7)
 doctor: batch_counts_differ
 lesson: 18_streams
 processes: 2, 1
