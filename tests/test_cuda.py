@@ -208,6 +208,8 @@ def test_dataparallel(gpus, digits, on_the_cpu, tmp_path):
         failed = start(tmp_path / flag, "dataparallel", gpus, processes, status=2)[1]
         assert failed.startswith(f"dataparallel.py: error: {flag}: nn.DataParallel's")
         assert failed.count("\n") == 1
+    half = [({}, flags_of(digits, tmp_path / "fp16", "--precision", "fp16"))]
+    assert ", fp16, " in start(tmp_path / "half", "dataparallel", gpus, half, net)[1]
 
 
 @pytest.mark.skipif(find_spec("apex") is not None, reason="Apex is installed")

@@ -142,6 +142,7 @@ def test_an_unreadable_image_is_one_line(pictures, capfd, decoder):
     path.unlink()
     reasons = {None: "No such file", **dict.fromkeys((b"text", b"", half[:200]), ".")}
     reasons[half] = "truncated|incomplete|cannot decode"
+    reasons[saved(Image.new("1", (20000, 20000)), format="PNG")] = "exceeds limit"
     for content, reason in reasons.items():
         if content is not None:
             path.write_bytes(content)
@@ -152,9 +153,8 @@ def test_an_unreadable_image_is_one_line(pictures, capfd, decoder):
     assert capfd.readouterr().err == ""  # no library prints anything itself
     for workers in (0, 1):
         args = parse("--data", pictures, "--decoder", decoder, "-b", 2, "-j", workers)
-        train_set, _ = build_datasets(args)
-        sampler = EpochSampler(range(16), args.seed, 0, 1)
-        loader = DeviceLoader(args, train_set, sampler, 2, CPU, training=True)
+        train, sampler = build_datasets(args)[0], EpochSampler(range(16), 0, 0, 1)
+        loader = DeviceLoader(args, train, sampler, 2, CPU, training=True)
         with pytest.raises(SystemExit) as ended, one_line_errors():
             list(loader)
         printed = capfd.readouterr().err

@@ -315,8 +315,7 @@ def test_a_step_sends_its_gradients_once(tmp_path, digits, name):
     for number, others in enumerate(more):
         own = [*flags, *others, "-j", 0, "--output", tmp_path / str(number)]
         runs.append(("small", list(map(str, own)), None, free_port()))
-    options = {"name": name, "runs": runs, "counted": True}
-    ranks = start(name)(tmp_path, 2, recorded, **options)
+    ranks = start(name)(tmp_path, 2, recorded, name=name, runs=runs, counted=True)
     whole, parts, *halves = ranks[0]
     assert [run["sent"] for run in ranks[0]] == [run["sent"] for run in ranks[1]]
     assert sum(whole["sent"]) == 2 * 4 * sum(w.numel() for w in small(10).parameters())
@@ -331,4 +330,4 @@ def test_a_step_sends_its_gradients_once(tmp_path, digits, name):
     assert 0 < (parts - whole).abs().max() < 1e-4 * moved
     for half in halves:  # bf16 has 8 bits
         assert 0 < (half - whole).abs().max() < 0.05 * moved
-    assert len({x.abs().sum().item() for x in halves}) == len(halves)  # fp16 has 11
+    assert len(halves) < 2 or not torch.equal(*halves)  # fp16 has 11
