@@ -48,11 +48,6 @@ class Call(Event, limit=3000):
     gathers: list[str] = ()  # weights that it gathers
     weight: str = ""  # the weight whose gradient it sums
 
-    @property
-    def large(self) -> bool:
-        """Whether it sums at least 100 numbers."""
-        return self.name in SUMS and self.sent.find(" x ") > 2
-
 
 class Meeting(Watcher):
     """Records the collectives that the script calls."""

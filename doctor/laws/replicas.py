@@ -90,11 +90,16 @@ def equal_steps(job: Job, after: int) -> list[int]:
     return [row[0].step for row in rows if not differing(row)[0]]
 
 
+def large(call: Call) -> bool:
+    """Return whether a call sums at least 100 numbers."""
+    return "reduce" in call.name and call.sent.find(" x ") > 2
+
+
 def consensus(job: Job) -> None:
     """Raise NotJudged if the ranks' weights come nearer, without DDP, as in ADMM."""
     rows = [[x.values for x in row] for row in states_of(job, "step", "weights")]
     gaps = [math.dist(x[0], x[-1]) for x in rows if len({*map(len, x)}) == 1] or [0.0]
-    steps = {x.step for x in job.of(Call) if x.large and not x.weight}
+    steps = {x.step for x in job.of(Call) if large(x) and not x.weight}
     often = 2 * len(steps) > len(gaps) > 9
     nearer = often and 3 * max(gaps[-(len(gaps) // 4) :]) < max(gaps)
     text = "the ranks' weights come nearer, perhaps to a consensus"
@@ -137,7 +142,7 @@ def whole_weights(job: Job, names: list[str]) -> None:
 
 def own_networks(job: Job, rows: list[list[State]], names: list[str]) -> bool:
     """Return whether ranks may train networks of their own, and share other tensors."""
-    steps = {x.step for x in job.of(Call) if x.large and x.weight not in names}
+    steps = {x.step for x in job.of(Call) if large(x) and x.weight not in names}
     pairs = [(row[0].values, row[1].values) for row in (rows[0], rows[-1])]
     # Averaged gradients would leave the difference between the ranks as it is
     changes = not alike([[*map(sub, *pair)] for pair in pairs], 0.1)

@@ -222,8 +222,8 @@ def lasting(job, what: str) -> Iterator[dict]:
 def fits_differ(job):
     """The ranks have fitted their preprocessing to different data.
 
-    Fit on all training samples, or fit on rank 0 and broadcast what it has learned.
-    Not a mistake if: each rank is meant to have a preprocessing of its own.
+    Fit on all training samples, or broadcast rank 0's; all-reduce running statistics.
+    Not a mistake if: each rank is meant to have its own, or only prints these numbers.
     """
     rows = [*lasting(job, "values")]
     every = [[one.values for one in row] for row in job.rows(Fitted)]

@@ -260,7 +260,7 @@ def check_rates(run: Run, rise: float = 1e-6) -> None:
     falls = [before - after for before, after in pairwise(rates)]
     last = max(LR / 10, 1.5 * LR / len(rates))
     jumps = max(falls) > 2 * LR / len(falls)  # cosine's largest is 1.6 times the mean
-    ends = rates[-1] <= last and max(rates[-2:]) > 0
+    ends = rates[-1] <= last and max(rates[-2:]) > 0  # and is not 0 earlier
     if jumps or min(falls) < -rise or abs(rates[0] - LR) > 1e-6 or not ends:
         text = f"the learning rate should fall from {LR} to almost 0, step by step"
         raise Wrong(f"{text}, but is {', '.join(f'{rate:.3f}' for rate in rates)}")

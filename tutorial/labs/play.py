@@ -157,9 +157,12 @@ class Watch(Watcher):
         """
         if event == "os.remove" and str(arguments[0]).endswith(".pt"):
             threading.Event().wait(0.2)  # as a slow disk does
-        moves = event == "os.rename" and Path(arguments[1]).name == CHECKPOINT.name
-        if moves and not Path(arguments[0]).absolute().is_relative_to(Path.cwd()):
-            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), *arguments[:2])
+        if event == "os.rename":
+            old, new = (Path(os.fsdecode(one)).resolve() for one in arguments[:2])
+            apart = not old.is_relative_to(Path.cwd())
+            if apart and new.name == CHECKPOINT.name:
+                text = os.strerror(errno.EXDEV)
+                raise OSError(errno.EXDEV, text, str(old), None, str(new))
         if event in ("open", "os.remove", "os.rename") and CHECKPOINT.exists():
             path = Path(str(arguments[0]))
             if event == "open" and arguments[2] & os.O_ACCMODE and path.exists():
