@@ -4,6 +4,7 @@ import contextlib
 import warnings
 from collections import deque
 from itertools import combinations
+from numbers import Number
 from pathlib import PurePath
 
 from .job import Job, Process
@@ -35,7 +36,9 @@ def plain(dataset) -> dict[str, float]:
     with contextlib.suppress(Exception):
         for _ in range(4):
             for name, one in [*vars(dataset).items()][:40]:
-                if isinstance(one, (int, float)):
+                one = one[0] if isinstance(one, (tuple, range)) and one else one
+                if isinstance(one, Number):
+                    one = one.item() if hasattr(one, "item") else one  # NumPy's
                     found[f"{type(dataset).__name__}.{name}"] = one
             dataset = dataset.dataset
     return found

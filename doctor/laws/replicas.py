@@ -142,7 +142,8 @@ def whole_weights(job: Job, names: list[str]) -> None:
 
 def own_networks(job: Job, rows: list[list[State]], names: list[str]) -> bool:
     """Return whether ranks may train networks of their own, and share other tensors."""
-    steps = {x.step for x in job.of(Call) if large(x) and x.weight not in names}
+    watched, calls = {row[0].step for row in rows}, filter(large, job.of(Call))
+    steps = watched & {x.step for x in calls if x.weight not in names}
     pairs = [(row[0].values, row[1].values) for row in (rows[0], rows[-1])]
     # Averaged gradients would leave the difference between the ranks as it is
     changes = not alike([[*map(sub, *pair)] for pair in pairs], 0.1)

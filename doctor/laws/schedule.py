@@ -3,7 +3,7 @@
 import weakref
 from contextlib import suppress
 from itertools import pairwise
-from math import isfinite, isnan
+from math import isfinite
 
 from ..event import Event, Exit
 from ..law import RISK, WRONG, Breach, check, need, several
@@ -16,7 +16,6 @@ from .meeting import Call, one_network
 from .passes import Update
 from .ranks import Measured
 from .replicas import LAW, alike, weights_drift
-from .states import State
 
 RESUMED = "load_state_dict() restores the old length. Repeat the steps taken instead."
 
@@ -93,15 +92,14 @@ def length(scheduler) -> int | None:
 def learning_rates_differ(job):
     """The ranks have different learning rates.
 
-    Step the scheduler equally often on every rank, with the same metric.
+    Step the scheduler equally often on every rank, with the metric's mean over ranks.
     """
     rows = zip(*(process.of(Plateau) for process in job.processes), strict=False)
     for row in rows:
         if not alike([[one.value] for one in row], 1e-6):
             values = ", ".join(f"{one.value:.4g}" for one in row)
             what = f"the ranks give ReduceLROnPlateau different metrics: {values}"
-            mend = "Pass the metric's mean over all ranks, such as an all-reduced loss."
-            yield Breach(what, row[0].place, mend=mend)
+            yield Breach(what, row[0].place)
             return
     one_network(job)
     calls = zip(*([x.step for x in p.of(Call)] for p in job.processes), strict=False)
@@ -130,9 +128,6 @@ def schedule(job):
     """
     several(job)
     process, size = job.processes[0], job.world_size
-    idle = [x for x in process.of(Step) if x.rates and not any(x.rates)]
-    if len(idle) > 4 + len(process.of(Step)) / 10:
-        yield Breach(f"the learning rate is 0 in {len(idle)} steps", idle[0].place)
     found = need(process.of(Schedule), "no scheduler existed at the end")
     ended = process.of(Exit) and all(one.whole for one in process.of(EpochEnd))
     need(ended, "the job did not train to the end")
@@ -157,7 +152,7 @@ def schedule(job):
 
 @check(LEARNS, WRONG)
 def loss_is_not_finite(job):
-    """A loss becomes infinite or NaN, or weights do.
+    """A loss becomes infinite or NaN, and stays so.
 
     Check this step for an empty batch, a wrong label, a logarithm of 0 or a division
     by 0. If the loss grew in the preceding steps, lower the learning rate.
@@ -167,18 +162,10 @@ def loss_is_not_finite(job):
         for name in one.values:
             if name.startswith("loss of "):
                 series.setdefault((one.rank, name), []).append(one)
-    kept = [x for x in job.of(State) if x.what == "weights"]
-    own = [x for x in kept if x.step == 0], [x for x in kept if x.moment == "end"]
-    lost = [any(isnan(y) for x in rows for y in x.values) for rows in own]
-    spoilt = lost == [False, True]
     for (rank, name), rows in series.items():
         bad = [one for one in rows if not isfinite(one.values[name])]
-        if bad and (spoilt or (len(bad) > 2 and bad == rows[-len(bad) :])):
+        if len(bad) > 2 and bad == rows[-len(bad) :]:
             found.append((bad[0].step, name, rank, bad[0].values[name]))
-    if found:
-        step, name, rank, value = min(found)
-        what = f"the loss is {value} in step {step + 1} on rank {rank}, and "
-        what += "weights are nan at the end" if spoilt else "in all later steps"
-        yield Breach(what, name.removeprefix("loss of "))
-    elif spoilt:
-        yield Breach("weights are nan at the end of the job")
+    for step, name, rank, value in sorted(found)[:1]:
+        what = f"the loss is {value} on rank {rank} in step {step + 1} and all later "
+        yield Breach(f"{what}ones", name.removeprefix("loss of "))

@@ -111,7 +111,8 @@ def fitted(objects: list, first: dict | None = None) -> dict[str, list[float]]:
     for one in objects:
         kind = type(one)
         for name, value in [*getattr(one, "__dict__", {}).items()]:
-            label = f"{kind.__name__}.{name}"
+            what = "network " * isinstance(one, torch.nn.Module)
+            label = f"{what}{kind.__name__}.{name}"
             fits = name.endswith("_") or (LEARNED.search(name) and not sklearns(kind))
             if fits and name[0] != "_" and (few := few_of(value)):
                 again |= {label} & found.keys()
@@ -228,7 +229,8 @@ def fits_differ(job):
     rows = [*lasting(job, "values")]
     every = [[one.values for one in row] for row in job.rows(Fitted)]
     for name, x in every[0][0].items() if len(every) == len(FITS) else ():
-        if all(y.get(name) == x for y in every[0]):  # a rank has learned it since then
+        log = name.startswith("network ")  # what changes in each pass, perhaps for logs
+        if not log and all(y.get(name) == x for y in every[0]):  # learned since then
             for own, last in zip(rows, every[-1], strict=True):
                 own[name] = last.get(name, x)
     shared = set.intersection(*map(set, rows))

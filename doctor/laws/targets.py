@@ -8,6 +8,8 @@ from ..watcher import Watcher
 from .losses import children
 from .ranks import LAW
 
+KEEPS = "Mul", "Div", "ToCopy", "View", "UnsafeView"  # functions that move no column
+
 
 class Contrast(Event, limit=400):
     """A loss over all ranks' candidates, one of which is right for each sample."""
@@ -50,7 +52,8 @@ def first_candidate(scores) -> int:
         found = getattr(node, "_saved_mat2", None)
         if found is not None and found.size(-1) == scores.size(1):
             return digest(numbers([found[..., :1]]))
-        nodes += children(node)[: 9 - len(nodes)]
+        if type(node).__name__.startswith(KEEPS):
+            nodes += children(node)[: 9 - len(nodes)]
     return 0
 
 
