@@ -51,7 +51,8 @@ class Moments(Watcher):
         self.known = {}  # a weight's id -> its number and a weak reference
         self.names = {}  # a weight's id -> its name
         self.networks = weakref.WeakKeyDictionary()  # outermost ones, in order
-        self.handles, self.optimizers, self.digests = [], {}, {}
+        self.handles, self.digests = [], {}
+        self.optimizers = weakref.WeakKeyDictionary()  # their first steps
         self.inner, self.depth, self.collective = None, 0, False
         self.ended = False
         self.optimized = False  # an optimizer has been made
@@ -186,7 +187,7 @@ class Moments(Watcher):
                 self.digests[key] = digest([self.name(one) for one in own])
             groups = optimizer.param_groups if optimizer else []
             step = Step(
-                optimizer=self.optimizers.setdefault(id(optimizer), recorder.step),
+                optimizer=self.optimizers.setdefault(optimizer or self, recorder.step),
                 which=self.digests[key],
                 rates=[float(one["lr"]) for one in groups],
                 loader=current and current.loader,

@@ -29,6 +29,7 @@ from doctor.laws.passes import Update
 from doctor.laws.printed import OTHER
 from doctor.laws.randomness import Draw, Seed
 from doctor.laws.ranks import Facts, Measured
+from doctor.laws.ranks import measured as statistics
 from doctor.laws.samples import Divided
 from doctor.laws.targets import Contrast, first_candidate
 from doctor.laws.time import Spans
@@ -89,6 +90,8 @@ def test_hashes_do_not_read_one_column():
     assert rows_of(leaves([images, torch.eye(200).to_sparse()])) == rows_of([images])
     masks = torch.rand(64, 16).argsort(1) < 8
     assert len({*hashes(masks)}) == len({*map(tuple, masks.tolist())})
+    soft = [torch.eye(48, 96).roll(48 * rank, 1) for rank in (0, 1)]  # soft targets
+    assert len({float(statistics("a", x)["mean of a"]) for x in soft}) == 1
 
 
 def test_how_samples_are_counted():

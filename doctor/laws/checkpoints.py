@@ -25,8 +25,6 @@ class Saved(Event, limit=200):
     path: str | None
     whole: int  # number of the job's weights in the file, matched by name
     missing: list[str]  # weights and buffers that the file lacks
-    taken: int | None  # the step of an earlier state_dict(), if weights changed since
-    live: bool  # the file has a network's own tensors, but not from state_dict()
     wrapped: bool  # the weights have DDP's or torch.compile's names
     holds: list[str]  # the optimizers' states in the file
     has: list[str]  # the job's optimizers' states
@@ -54,13 +52,11 @@ class Checkpoints(Watcher):
         self.marks = {}  # path of a file that torch.save() wrote -> hash
         self.states = set()  # the optimizers' states
         self.keys = set()  # names of tensors in optimizers' states, such as exp_avg
-        self.taken = None  # tensors of state_dict(): see take()
         self.given = None  # what torch.distributed.checkpoint is about to save
 
     def hooks(self) -> None:
         sys.addaudithook(self.audit)
         wrap(torch, "save", self.save)
-        wrap(torch.nn.Module, "state_dict", self.take)
 
     def checkpoint_hooks(self, dcp) -> None:
         for owner in (dcp, dcp.state_dict_saver):
@@ -90,18 +86,6 @@ class Checkpoints(Watcher):
             pairs = own.items() if isinstance(own, dict) else ()
             if any(torch.is_tensor(x) and torch.is_tensor(y) for x, y in pairs):
                 self.states.add(f"optimizer ({type(optimizer).__name__}.{name})")
-
-    def take(self, call, module, *args, **kwargs):
-        """Record the step in which state_dict() returned the network's own tensors."""
-        from torch.utils.weak import WeakIdKeyDictionary
-
-        result = call(module, *args, **kwargs)
-        if not args and kwargs.get("destination") is None:  # not of a submodule
-            self.taken = WeakIdKeyDictionary() if self.taken is None else self.taken
-            where = place()
-            for one in floats(result):
-                self.taken[one] = recorder.step, one._version, where
-        return result
 
     def save(self, call, obj, f, *args, **kwargs):
         named, path = isinstance(f, (str, os.PathLike)), path_of(f)
@@ -134,8 +118,8 @@ class Checkpoints(Watcher):
             state = [*state.values()][0]
         if content := self.content(state):
             # torch.distributed.checkpoint copies tensors; all ranks write their parts
-            content |= {"taken": None, "live": False, "wrapped": False, "loads": True}
-            content |= {"path": path and os.path.abspath(path), "place": place()}
+            content |= {"wrapped": False, "loads": True, "place": place()}
+            content |= {"path": path and os.path.abspath(path)}
             recorder.write(Saved(**content, overwrites=False, others=1))
         return result
 
@@ -153,22 +137,16 @@ class Checkpoints(Watcher):
             if 2 * sum(name in pairs for name in needed) > len(needed):
                 needed += [bare(name) for name, *_ in kept(network)]
                 missing = [name for name in needed if name not in pairs]
-        own = {one.data_ptr() for one in known.values() if not parts(one)}
         tensors = [x for one in states for x in floats(one) if not parts(x)]
-        marks = [(x, (self.taken or {}).get(x)) for x in tensors]
-        old = [m for x, m in marks if m and m[0] < recorder.step and x._version != m[1]]
-        taken, _, where = old[0] if old else (None, 0, place())
         top = obj.values() if isinstance(obj, dict) else obj
         integers = [x for x in top if torch.is_tensor(x) and not x.is_floating_point()]
         held = has(obj, "param_groups") or any(self.keys & x.keys() for x in found)
         live = [x for _, y in [*Moments.here.known.values()] if (x := y()) is not None]
-        code = linecache.getlines(where.rpartition(":")[0])
+        code = linecache.getlines((where := place()).rpartition(":")[0])
         return {
             "whole": len(pairs.keys() & known.keys()),
             "names": within({Moments.here.name(x): x for x in live}, tensors),
             "missing": missing[:9],
-            "taken": taken,
-            "live": any(x.data_ptr() in own for x, mark in marks if not mark),
             "wrapped": any(map(wrapped, states)),
             "holds": ["optimizer"] * held,
             "has": sorted(self.states),
@@ -282,9 +260,7 @@ def no_optimizer(job):
     complete = any(one.has and {*one.has} <= {*one.holds} for one in last)
     end, unsure = max((x.step for x in job.of(Exit)), default=10**9), []
     tests = any(x.what == "weights" and x.step >= end for x in job.of(Restored))
-    for (path, own), one in zip(saved, last, strict=True):
-        if any(x.live or x.taken is not None for x in own):
-            raise Doubt(f"{base(path)} has tensors that may have changed since")
+    for (path, _), one in zip(saved, last, strict=True):
         missing = [name for name in one.has if name not in one.holds]
         if missing and ((one.counts and one.whole) or one.holds) and not complete:
             what = f"{base(path)} lacks the state of the {' and the '.join(missing)}"
@@ -306,9 +282,11 @@ def lacking(job):
     Save model.state_dict(): it also contains buffers such as batch norm's statistics.
     Not a mistake if: the script restores the missing tensors in another way.
     """
+    there = {name for one in job.of(Saved) for name in one.names}
     for path, own in checkpoints(job):
-        if own[-1].missing and (own[-1].counts or own[-1].holds):
-            names = ", ".join(own[-1].missing[:3])
+        missing = [x for x in own[-1].missing if x not in there]  # in no rank's file
+        if missing and (own[-1].counts or own[-1].holds):
+            names = ", ".join(missing[:3])
             what = f"{base(path)} has {own[-1].whole} weights, but it lacks {names}"
             yield Breach(what, own[-1].place)
 

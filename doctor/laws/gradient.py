@@ -21,6 +21,7 @@ from .replicas import (
     weights_differ,
     weights_drift,
 )
+from .states import INNER, copies
 
 CAUSES = weights_differ, not_awaited, collectives_differ  # of unequal gradients
 UNKNOWNS = 12  # maximum number of passes (on all ranks) whose shares doctor computes
@@ -46,6 +47,7 @@ def updates(job: Job) -> list[list[Update]]:
     need(not job.apart, job.apart)
     same_steps(job)
     one_network(job)
+    need(copies(job) < 5, INNER)
     found = []
     for row in job.rows(Update):
         same = len({(one.optimizer, *one.names) for one in row}) == 1
@@ -226,6 +228,21 @@ def reason_of(job: Job, row: list[Update], names: list[str]) -> tuple:
         what = f"DDP averages {listed(names)}, but the ranks then change them"
         return f"{what} differently", mend, ""
     return f"nothing averages {listed(names)}", "", ""
+
+
+@check(LAW, RISK, read="lesson 5")
+def copies_averaged(job):
+    """DDP also averages the gradients of copies that train for a few steps each.
+
+    Copy model.module, not the DDP model, so that each rank adapts copies of its own.
+    Not a mistake if: all ranks are meant to train each copy together.
+    """
+    count, made = copies(job), len(job.processes[0].of(Wraps))
+    for one in job.of(Update) if count > max(4, made) else ():
+        if [x for x in one.passes if x["forwards"]]:
+            what = f"DDP averages the gradients of {count} networks, but wraps {made}"
+            yield Breach(what, one.passes[0]["place"])
+            return
 
 
 EFFECTS = not_averaged, weights_drift

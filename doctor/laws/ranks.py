@@ -140,7 +140,7 @@ def measured(name: str, tensor) -> dict:
     """Return statistics of a tensor (N, ...) as one-element tensors; {} for ids."""
     if not tensor.dim() or not tensor.numel() or tensor.is_complex():
         return {}
-    few, whole = picked(tensor, 2048), not tensor.is_floating_point()
+    few, whole = picked(tensor, 2**16), not tensor.is_floating_point()
     if whole and tensor.dim() == 1 and len(few) > 7 and tensor.is_cpu:
         if len(few.unique()) == len(few):
             return {}

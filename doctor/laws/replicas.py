@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from itertools import chain, pairwise, permutations
-from operator import ne, sub
+from operator import ne
 from statistics import median
 
 from ..job import Job
@@ -17,7 +17,7 @@ from ..objects import COPY, LAYER
 from .checkpoints import Saved
 from .meeting import Call, collectives_differ, one_network, same_steps, steps_differ
 from .resume import Loaded
-from .states import LAW, State, late_network
+from .states import INNER, LAW, State, copies, late_network
 
 NONE = "no step with unsharded weights was seen on all ranks"
 
@@ -43,6 +43,7 @@ def listed(names: Iterable[str], most: int = 3) -> str:
 def states_of(job: Job, moment: str, what: str = "") -> list[list[State]]:
     """Return rows of states that all ranks wrote at one moment, one state per rank."""
     one_network(job)
+    need(copies(job) < 5, INNER)
     if moment not in ("first", "start"):
         same_steps(job)
     found, count = {}, len(job.processes)
@@ -140,23 +141,12 @@ def whole_weights(job: Job, names: list[str]) -> None:
             raise NotJudged(f"the optimizer's weights may be parts of those of {what}")
 
 
-def own_networks(job: Job, rows: list[list[State]], names: list[str]) -> bool:
-    """Return whether ranks may train networks of their own, and share other tensors."""
-    watched, calls = {row[0].step for row in rows}, filter(large, job.of(Call))
-    steps = watched & {x.step for x in calls if x.weight not in names}
-    pairs = [(row[0].values, row[1].values) for row in (rows[0], rows[-1])]
-    # Averaged gradients would leave the difference between the ranks as it is
-    changes = not alike([[*map(sub, *pair)] for pair in pairs], 0.1)
-    return len(steps) > len(rows) / 3 and changes and not job.of(Wraps)
-
-
 @check(LAW, WRONG, read="lesson 5")
 def weights_differ(job):
     """The ranks start with different weights.
 
     Wrap the network in DDP when all its weights exist, in the same order on all ranks,
     or broadcast them from rank 0.
-    Not a mistake if: each rank is meant to train networks of its own.
     """
     rows = need(states_of(job, "step", "weights"), NONE)
     found = first(rows[:1], "weights", 1e-6, parts_of_layers(job))
@@ -164,7 +154,7 @@ def weights_differ(job):
     if found and (not start or differing(start[0])[0]):
         whole_weights(job, found[2])
         what, place = f"before the first step, {found[1]}", rows[0][0].place
-        yield Breach(what, place, level=RISK * own_networks(job, rows, found[2]))
+        yield Breach(what, place)
 
 
 EARLIER = weights_differ, collectives_differ, steps_differ

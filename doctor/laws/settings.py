@@ -43,7 +43,7 @@ class Fitted(Event, limit=len(FITS)):
     tables: dict[str, dict[int, int]] = field(default_factory=dict)  # see tables_in()
 
 
-class Adapts(Event, limit=len(TIMES)):
+class Adapts(Event, limit=len(TIMES) + 1):  # once more at the end
     """Numbers that objects use when they are called, such as Augment.p."""
 
     values: dict[str, tuple[float, str]]  # and the method's line
@@ -70,8 +70,12 @@ class Settings(Watcher):
             with suppress(TypeError):  # some classes allow no weak references
                 self.own = [*map(weakref.ref, adapts)] or self.own
         number = recorder.written[Adapts]
-        if not recorder.full(Adapts) and recorder.step >= TIMES[number]:
+        if number < len(TIMES) and recorder.step >= TIMES[number]:
             recorder.write(Adapts(values=adapted([x() for x in self.own])))
+
+    def on_end(self) -> None:
+        if values := adapted([x() for x in self.own]):
+            recorder.write(Adapts(values=values))
 
 
 def sklearns(kind: type) -> bool:

@@ -13,6 +13,7 @@ from ..sample import digest, flat, numbers
 from ..watcher import Watcher
 
 LAW = Law(4, "replicas", "Replicas are equal")
+INNER = "copies of a network train for a few steps each, as in an inner loop"
 # Before these steps, doctor compares optimizer states
 STATES = {1, 2, 5, 10, 20, STEPS - 1}
 
@@ -133,6 +134,15 @@ class Replicas(Watcher):
             own = {"moment": moment, "what": what, "names": [*found], "place": place()}
             own["kind"] = digest(*((name, *x.shape) for name, x in found.items()))
             recorder.write(State(each=each, values=values, **own | more))
+
+
+def copies(job) -> int:
+    """Return how many networks with equal names train for a few steps each."""
+    steps = {}
+    for one in job.processes[0].of(Step):
+        steps.setdefault((one.which, one.optimizer), []).append(one.step)
+    brief = [key for key, own in steps.items() if own[-1] - own[0] < 12]
+    return max(Counter(which for which, _ in brief).values(), default=0)
 
 
 def late_network(job) -> None:
