@@ -4,15 +4,16 @@
 
 It should do what one process does with batches of 16 images: each epoch shuffles the
 96 training images before it divides them, each image gets its own noise, the learning
-rate falls from 0.1 to almost 0 at the end, and each epoch ends by printing the accuracy
-on the 33 validation images. If a run is killed, the next run continues after the last
-complete epoch, and ends with the same weights as a run that was never interrupted.
+rate falls from 0.1 to almost 0 at the end, and each epoch ends by printing the loss on
+the training images and the accuracy on the 33 validation images. If a run is killed,
+the next run continues after the last complete epoch, and ends with the same weights as
+a run that was never interrupted.
 
 symptom: none
 grader: mistakes left: 6
 checks: weights, facts(images_at_once=8, lost_checkpoints=0), noise, rates,
   steps(images=16, rate=None), shares(divided=True), resumes,
-  printed(names=["accuracy"])
+  printed(names=["accuracy", "loss"])
 doctor: -
 lesson: 12_restarts
 processes: 2, 1, 4

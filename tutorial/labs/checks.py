@@ -133,13 +133,15 @@ def check_batches(run: Run) -> None:
 def check_facts(run: Run, **facts: object) -> None:
     """Check fields of all Step and Last events: a limit, or a list of right values.
 
-    Also check that only one process writes each file and, with two processes, that the
-    script calls few collectives.
+    Also check that only one process writes each file, none of them beside the script,
+    and, with two processes, that the script calls few collectives.
     """
     events = [one for rank in run.ranks for one in (*rank.steps, *rank.last)]
     files = Counter(chain(*(one.wrote for rank in run.ranks for one in rank.last)))
     if shared := [path.name for path, count in files.items() if count > 1]:
         raise Wrong(f"several processes write {shared[0]}")
+    if beside := [path.name for path in files if path.parent == run.script.parent]:
+        raise Wrong(f"the script writes {beside[0]} beside itself, for all later runs")
     # The lab's own limits come first: their messages say more
     limits = facts | {"all_reduces_per_step": 1, "collectives": 17} | facts
     if len(run.ranks) != 2:
@@ -288,8 +290,8 @@ def check_printed(
     """Check the means over images that the script prints in `times` or more steps.
 
     A line shows the mean over the images that were validated since the last step. If
-    there are none, it shows the mean over the training images of the last epoch. If
-    `divided`, each process validates its share of the images.
+    there are none, or for a loss, it shows the mean over the last epoch's training
+    images. If `divided`, each process validates its share of the images.
     """
     passes = [one for rank in run.ranks for one in rank.validated]
     if any(one.training for one in passes):
@@ -322,6 +324,7 @@ def mean(ranks: list, name: str, step: int) -> float:
         return step * PLAIN * 4  # each step sends the gradients (float32) once
     first = step - len(ranks[-1].steps) // EPOCHS
     passes = [x for one in ranks for x in one.validated if x.step == step]
+    passes = [] if name == "loss" else passes
     total = VALIDATION if passes else TRAINING
     if not passes:
         passes = [x for y in ranks for one in y.steps[first:step] for x in one.passes]
@@ -432,17 +435,16 @@ def check_old_file(run: Run, name: str) -> None:
 
 
 def check_uneven(
-    run: Run, size: int = 11, falls: bool = False, contrast: float = 0
+    run: Run, size: int = 11, also: tuple[str, dict] = ("weights", {}), contrast=0.0
 ) -> None:
     """Check a run in `size` processes, which cannot get equally many batches.
 
-    If `falls`, the learning rate has to fall until the end.
+    The run must also pass another check, `also` (its name and options).
     """
     with Run(run.script, when=f"with {size} processes, ", size=size).started() as other:
         check_weights(other)
         check_shares(other, 1, contrast, repeats=TRAINING)
-        if falls:
-            check_rates(other, rise=LR / 10)
+        globals()[f"check_{also[0]}"](other, **also[1])
 
 
 def check_resumes(run: Run) -> None:

@@ -14,6 +14,7 @@ import re
 import runpy
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -37,7 +38,7 @@ from torch.overrides import TorchFunctionMode
 
 from doctor import job, record
 from doctor.event import Event, Failed
-from doctor.moments import Moments, weights
+from doctor.moments import HOROVOD, Moments, weights
 from doctor.record import recorder, wrap
 from doctor.results import Printed
 from doctor.watcher import Watcher, watchers
@@ -308,6 +309,11 @@ def be_rank(run: "Run", variables: dict[str, str]) -> None:
     Watch.here.factor = random.Random(run.script.read_bytes()).uniform(0.95, 1.05)
     for watcher in watchers:  # without the doctor's laws, which take time
         watcher.hooks()
+    if "HOROVOD_RANK" in variables:
+        import horovod.torch as hvd
+
+        for name in HOROVOD:
+            wrap(hvd, name, partial(Moments.here.collect, name))
     threading.Thread(target=record.monitor, daemon=True).start()
     sleep, main, clock = time.sleep, threading.current_thread(), time.time
     if variables["RANK"] != "0":
@@ -372,10 +378,14 @@ def horovod(size: int, stack: contextlib.ExitStack) -> list[dict[str, str]]:
 def serve(ours: Connection, theirs: Connection) -> None:
     """Send the port of a store for all ranks, as torchrun's agent serves it.
 
-    The grader itself must have no threads, because it forks the ranks.
+    The grader itself must have no threads, because it forks the ranks. As on a shared
+    machine, the next port is in use.
     """
     ours.close()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    other = socket.socket()
+    with contextlib.suppress(OSError):  # it is in use already
+        other.bind(("127.0.0.1", store.port + 1))
     theirs.send(store.port)
     with contextlib.suppress(EOFError):  # the grader has ended
         theirs.recv()
