@@ -2,6 +2,8 @@
 
 import gc
 import inspect
+import linecache
+import re
 import sys
 import weakref
 from array import array
@@ -15,6 +17,9 @@ from .sample import picked
 
 MOST, LARGE = 64, 65_536  # limits: tensors to read; size of a tensor to sum
 BLOCKS = 4_000_000  # blocks of Python's memory: with more, a search takes too long
+JOINS = re.compile(r"\bcat\(|concat|chain|sum\(|\bfor .*\bfor ")
+TURNS = re.compile("stack|transpose|zip|sort|permute|rearrange|swapaxes|mean")
+CUTS = re.compile(r"\[ ?: ?[a-z]")  # as in rows[: len(dataset)]
 COPY = "copy "  # begins the names of the weights of networks without an optimizer
 LAYER = "layer "  # begins the names of tensors that a trained network's layer uses
 FRAMES, LONGEST = 3, 60  # limits: functions to search; characters in a string
@@ -220,3 +225,11 @@ def of_a_loop(values: list[str]) -> bool:
     """Return whether values are all different, or repeat different ones in turn."""
     count = len({*values})
     return count > 1 and all(x == values[n % count] for n, x in enumerate(values))
+
+
+def joins(where: str) -> bool:
+    """Return whether code after a line joins all ranks' parts, and cuts the result."""
+    path, _, line = where.rpartition(":")
+    code = "".join(linecache.getlines(path)[int(line or 0) :][:4])
+    code = code.partition("\ndef ")[0]
+    return bool(JOINS.search(code) and CUTS.search(code)) and not TURNS.search(code)

@@ -29,6 +29,7 @@ from doctor.laws.losses import Losses, outer, terms
 from doctor.laws.meeting import Call
 from doctor.laws.modes import Validation
 from doctor.laws.passes import Passes, Update
+from doctor.laws.replicas import dealt
 from doctor.laws.resume import Loaded, Restored
 from doctor.laws.schedule import Schedule, Schedules, length
 from doctor.laws.settings import Adapts, Fitted, fitted, tables_in
@@ -531,6 +532,9 @@ def test_statistics_that_ranks_update_by_their_own_samples():
     value = lambda r, n: [n * (x % 2 == r) for x in range(8)]  # noqa: E731
     ranks = both(value, what="kept", names=["Loss.table"])  # each writes its entries
     assert law(judged(*(x + states(*[[1.0]] * 12) for x in ranks)), 4) == "not judged"
+    for when, part in (([5, 2, 9, 4], 0.5), ([2, 4, 5, 9], 0.5), ([5, 2, 9, 4], 1)):
+        row = lambda n: [[part * (n > x + r) for x in (*when, 0)] for r in (0, 1)]  # noqa: B023, E731
+        assert dealt([*map(row, range(12))]) == (when[0] > 2 and part < 1)
 
 
 class Part:

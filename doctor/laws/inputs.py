@@ -72,27 +72,6 @@ def seeds_restart(job):
         name, one = again[0]
         what = f"{called(name)} has an earlier epoch's states in {len(again)} draws"
         yield Breach(what, cause(job, name, [one])[0])
-        return
-    for (name, line), drawn in drawn_by(process).items():
-        values = [one.value for one in drawn]
-        for distance in range(3, len(values) - 2):
-            same = [a == b for a, b in zip(values, values[distance:], strict=False)]
-            last = same[-distance:]
-            changes = len({*values[-distance:]}) > 0.9 * distance
-            if changes and sum(last) > max(2, 0.9 * len(last)):
-                steps = drawn[-1].step - drawn[-1 - distance].step
-                what = f"in {sum(same)} steps, torch.{name}() gives the numbers of "
-                yield Breach(f"{what}{steps} steps before", line)
-                return
-
-
-def drawn_by(process: Process) -> dict[tuple[str, str], list[Drawn]]:
-    """Return {(call, line): its first draw in each step}, if most steps have one."""
-    found, steps = {}, {one.step for one in process.of(Drawn)}
-    for one in process.of(Drawn):
-        if not one.number and one.name not in MADE:
-            found.setdefault((one.name, one.place), []).append(one)
-    return {key: own for key, own in found.items() if len(own) > 0.8 * len(steps)}
 
 
 @check(LAW, RISK, effects=[left_out], read="pitfall 9")

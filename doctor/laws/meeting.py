@@ -10,7 +10,7 @@ from ..job import LOST, behind, ended, errors, stuck, waiting
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, Law, check, need, several
 from ..loaders import Epoch
 from ..moments import Moments, Step, Wraps, whole
-from ..objects import of_a_loop, variables
+from ..objects import joins, of_a_loop, variables
 from ..record import recorder, torch, wrap
 from ..watcher import Watcher
 from .layers import Layers
@@ -47,6 +47,7 @@ class Call(Event, limit=3000):
     inside: list[str] = ()  # weights of the module whose forward() calls it
     gathers: list[str] = ()  # weights that it gathers
     weight: str = ""  # the weight whose gradient it sums
+    joins: bool = False  # then the script joins the ranks' parts, and cuts the result
 
 
 class Meeting(Watcher):
@@ -82,6 +83,7 @@ class Meeting(Watcher):
         self.counts[where] += 1
         if recorder.step < 2:
             call.inside = Layers.here.weights()
+        call.joins = "gather" in name and joins(where)
         if "gather" in name and recorder.watching and self.counts[where] < 99:
             call.gathers = given(values)
         weight = self.owner(tensors[0]) if tensors and recorder.watching else ""

@@ -1,9 +1,8 @@
-"""Laws 4 and 6: learning rates are equal and fit the training; losses are finite."""
+"""Laws 4 and 6: learning rates are equal and fit the training."""
 
 import weakref
 from contextlib import suppress
 from itertools import pairwise
-from math import isfinite
 
 from ..event import Event, Exit
 from ..law import RISK, WRONG, Breach, check, need, several
@@ -14,7 +13,6 @@ from ..watcher import Watcher
 from .alive import LAW as LEARNS
 from .meeting import Call, one_network
 from .passes import Update
-from .ranks import Measured
 from .replicas import LAW, alike, weights_drift
 
 RESUMED = "load_state_dict() restores the old length. Repeat the steps taken instead."
@@ -148,24 +146,3 @@ def schedule(job):
         elif any(abs(ratio / x - 1) < 0.15 for x in (size, 1 / size)):
             what += "; the factor is the world size"
         yield Breach(what, one.place, mend=mend)
-
-
-@check(LEARNS, WRONG)
-def loss_is_not_finite(job):
-    """A loss becomes infinite or NaN, and stays so.
-
-    Check this step for an empty batch, a wrong label, a logarithm of 0 or a division
-    by 0. If the loss grew in the preceding steps, lower the learning rate.
-    """
-    series, found = {}, []
-    for one in job.of(Measured):
-        for name in one.values:
-            if name.startswith("loss of "):
-                series.setdefault((one.rank, name), []).append(one)
-    for (rank, name), rows in series.items():
-        bad = [one for one in rows if not isfinite(one.values[name])]
-        if len(bad) > 2 and bad == rows[-len(bad) :]:
-            found.append((bad[0].step, name, rank, bad[0].values[name]))
-    for step, name, rank, value in sorted(found)[:1]:
-        what = f"the loss is {value} on rank {rank} in step {step + 1} and all later "
-        yield Breach(f"{what}ones", name.removeprefix("loss of "))

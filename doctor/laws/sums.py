@@ -12,6 +12,7 @@ from ..law import RISK, WRONG, Breach, check, several
 from ..loaders import Batch
 from ..moments import Moments
 from ..numbers import BEST, SPLITS, gap_of, others, results
+from ..reads import Feed
 from ..record import not_the_users, place, recorder, runs_normally, torch, wrap
 from ..results import OTHER, Measured, Printed, Scored
 from ..sample import digest
@@ -160,6 +161,31 @@ def own_matches(job):
             what = f"rank 0 compares its {len(rows[0])} samples with each other only"
             yield Breach(what, where)
             return
+
+
+@check(LAW, RISK, needs=[Call, Feed], read="lesson 4")
+def order_of_ranks(job):
+    """Results are joined rank by rank, but a sampler has dealt the samples out in turn.
+
+    Sample n is on rank n % world_size: use torch.stack(parts, 1).flatten(0, 1).
+    Not a mistake if: nothing depends on the order of the results.
+    """
+    own, passes, calls = job.processes[0], defaultdict(list), defaultdict(list)
+    dealt = {x.loader for x in own.of(Feed) if x.divides} - {own.training}
+    for one in own.of(Batch):
+        if one.loader in dealt:
+            passes[one.step, one.loader].append(len(one.indices or one.rows or ()))
+    for one in own.of(Call):
+        if "gather" in one.name:
+            calls[one.step].append(one)
+    for (step, _), sizes in passes.items() if len(job.processes) > 1 else ():
+        one, *others = calls[step] or [None]
+        if one and one.joins and not others and len(sizes) > 1:
+            # Each row has one or more numbers; the size of an object is not known
+            if one.sent == "" or int(one.sent.split()[0]) % sum(sizes) == 0:
+                what = f"rank 0 joins the ranks' results for {sum(sizes)} samples each"
+                yield Breach(f"{what}, rank by rank", one.place)
+                return
 
 
 def evaluated(job) -> list[dict[int, list]]:

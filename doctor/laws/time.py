@@ -197,7 +197,7 @@ def bottleneck(job):
     """
     wall, steps = walls(job), [timed(process) for process in job.processes]
     need(any([x.passes for x in job.of(Exit)] or [1]), "no backward pass was seen")
-    if slow := slowest(steps, wall) or in_turn(steps):
+    if slow := slowest(steps, wall):
         yield slow
         return
     shares, costs, found = {}, defaultdict(list), []
@@ -226,23 +226,6 @@ def bottleneck(job):
             found.append(Breach(what, where, mend=mend))
     rest = ", ".join(f"{part} {share:.0%}" for part, (share, _) in shares.items())
     yield from found or [f"a median step takes {1000 * wall:.0f} ms: {rest}"]
-
-
-def in_turn(steps: list[list[Spans]]) -> Breach | None:
-    """Return a breach if the ranks wait in turn for the one with the largest batch."""
-    works, fits = [], []  # fits: does the rank with the largest batch work longest?
-    for column in zip(*steps, strict=False):
-        work = [x.wall - parts(x)["communication"] - x.queued for x in column]
-        works.append(work)
-        sizes = [one.size for one in column]
-        if min(sizes) < max(sizes):
-            fits.append(sizes[work.index(max(work))] == max(sizes))
-    share = 1 - max(map(sum, zip(*works, strict=True))) / sum(map(max, works))
-    if share < 2 * SHARE or len(fits) < len(works) / 3 or sum(fits) < 0.8 * len(fits):
-        return None
-    what = f"in {len(fits)} of {len(works)} steps, the ranks' inputs have different "
-    what += f"sizes, and ranks wait for the largest: {share:.0%} of the time"
-    return Breach(what, mend="Give all ranks inputs of similar size in each step.")
 
 
 def slowest(steps: list[list[Spans]], wall: float) -> Breach | None:
