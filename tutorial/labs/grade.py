@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy
 import torch
 from torch.utils._pytree import tree_map_only
 
@@ -57,7 +58,7 @@ def grade(script: Path) -> str | None:
             with unchanged(script.with_name("pretrained.pt")), run.started():
                 check(run, lab, once=size == 2)
                 when = "with files of an earlier run in the folder, "
-                if size == 2 and spoil(run.files):
+                if size == 2 and spoil(run):
                     with Run(script, run.files, when=when).started() as again:
                         check(again, lab)
     except Wrong as wrong:
@@ -79,21 +80,27 @@ def unchanged(file: Path) -> Iterator[None]:
             raise Wrong(f"the script changes {file.name}")
 
 
-def spoil(folder: Path) -> bool:
+def spoil(run: Run) -> bool:
     """Delete a run's checkpoint, and change its other files.
 
     Add a file of a further rank beside rank 1's, as if there had been more processes.
     Return whether there are other files.
     """
-    (folder / CHECKPOINT).resolve().unlink(missing_ok=True)
-    (folder / CHECKPOINT).unlink(missing_ok=True)
-    # The grader itself has made copies such as 6.pt: see play.py
-    files = [path for path in folder.rglob("*.pt") if not path.stem.isdecimal()]
+    (run.files / CHECKPOINT).resolve().unlink(missing_ok=True)
+    (run.files / CHECKPOINT).unlink(missing_ok=True)
+    files = [x for x in run.files.rglob("*") if x.is_file()]
+    # The grader itself has made copies such as 6.pt, and records: see play.py
+    files = [
+        x for x in files if not x.stem.isdecimal() and run.records not in x.parents
+    ]
     for path in files:
+        another = path.with_name(re.sub(r"1(?!.*\d)", "2", path.name))
         with contextlib.suppress(Exception):  # such as an empty file, used as a flag
+            if path.suffix == ".npy":
+                numpy.save(path, numpy.load(path) * 3 + 1)
+                continue
             content = torch.load(path, map_location="cpu", weights_only=True)
             changed = tree_map_only(torch.Tensor, lambda one: one * 3 + 1, content)
-            another = path.with_name(re.sub(r"1(?!.*\d)", "2", path.name))
             for file in {path, another}:
                 torch.save(changed, file)
     return bool(files)

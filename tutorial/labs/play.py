@@ -125,7 +125,8 @@ class Watch(Watcher):
     def on_collective(self, name, args, options, place) -> None:
         if name != "destroy_process_group":
             given = [x for x in (*args, *options.values()) if isinstance(x, Tensor)]
-            self.sent += sum(one.numel() for one in given[-1:])  # others receive
+            sent = [x for x in given[-1:] if x.is_floating_point()]  # others receive
+            self.sent += sum(one.numel() for one in sent)
             self.shapes.append(given[-1].shape if given else None)
 
     def count(self, own: list) -> None:
@@ -361,7 +362,7 @@ class Rank:
         return f"{when}, rank {self.process.rank} {how}"
 
 
-def horovod(size: int, stack: contextlib.ExitStack) -> list[dict[str, str]]:
+def horovod(run: "Run", stack: contextlib.ExitStack) -> list[dict[str, str]]:
     """Start Horovod's rendezvous server; return each rank's environment variables."""
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
     from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
@@ -370,7 +371,8 @@ def horovod(size: int, stack: contextlib.ExitStack) -> list[dict[str, str]]:
     server = RendezvousServer()
     common = create_run_env_vars("127.0.0.1", ["lo"], str(server.start()))
     stack.callback(server.stop)
-    slots = get_host_assignments(parse_hosts(f"localhost:{size}"), size)
+    hosts = [f"127.0.0.{n + 1}:{run.size // run.machines}" for n in range(run.machines)]
+    slots = get_host_assignments(parse_hosts(",".join(hosts)), run.size)
     server.init(slots)
     return [common | create_slot_env_vars(slot) for slot in slots]
 
@@ -412,7 +414,7 @@ class Run:
             self.records = Path(tempfile.mkdtemp(dir=folder))
             self.paused = FORK.Barrier(self.size + 1)
             needs = "import horovod" in self.script.read_text()
-            places = horovod(self.size, stack) if needs else [{}] * self.size
+            places = horovod(self, stack) if needs else [{}] * self.size
             ours, theirs = FORK.Pipe()
             server = FORK.Process(target=serve, args=(ours, theirs))
             server.start()
