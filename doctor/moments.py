@@ -34,6 +34,7 @@ class Step(Event):
     place: str
     by_hand: bool = False  # the script has changed the weights without an optimizer
     watched: bool = True  # the laws' watchers saw the step; later ones are only timed
+    network: int = 0  # the first step of its first weight
 
 
 class Wraps(Event, limit=20):
@@ -51,8 +52,7 @@ class Moments(Watcher):
         self.known = {}  # a weight's id -> its number and a weak reference
         self.names = {}  # a weight's id -> its name
         self.networks = weakref.WeakKeyDictionary()  # outermost ones, in order
-        self.handles, self.digests = [], {}
-        self.optimizers = weakref.WeakKeyDictionary()  # their first steps
+        self.handles, self.optimizers, self.digests = [], {}, {}
         self.inner, self.depth, self.collective = None, 0, False
         self.ended = False
         self.optimized = False  # an optimizer has been made
@@ -69,7 +69,9 @@ class Moments(Watcher):
     def hooks(self) -> None:
         dist = torch.distributed
         from torch.optim import optimizer as optimizers
+        from torch.utils.weak import WeakIdKeyDictionary
 
+        self.sets = WeakIdKeyDictionary()  # first weight of several -> its first step
         optimizers.register_optimizer_step_pre_hook(quiet(self.before_step))
         optimizers.register_optimizer_step_post_hook(quiet(self.end_step))
         module = torch.nn.modules.module
@@ -187,8 +189,9 @@ class Moments(Watcher):
                 self.digests[key] = digest([self.name(one) for one in own])
             groups = optimizer.param_groups if optimizer else []
             step = Step(
-                optimizer=self.optimizers.setdefault(optimizer or self, recorder.step),
+                optimizer=self.optimizers.setdefault(id(optimizer), recorder.step),
                 which=self.digests[key],
+                network=self.sets.setdefault(own[0], recorder.step) if own else 0,
                 rates=[float(one["lr"]) for one in groups],
                 loader=current and current.loader,
                 epoch=current and current.epoch,

@@ -29,11 +29,10 @@ from doctor.laws.losses import Losses, outer, terms
 from doctor.laws.meeting import Call
 from doctor.laws.modes import Validation
 from doctor.laws.passes import Passes, Update
-from doctor.laws.replicas import dealt
 from doctor.laws.resume import Loaded, Restored
 from doctor.laws.schedule import Schedule, Schedules, length
 from doctor.laws.settings import Adapts, Fitted, fitted, tables_in
-from doctor.laws.states import Replicas, State, summed
+from doctor.laws.states import Replicas, State, dealt, summed
 from doctor.laws.sums import Searches
 from doctor.laws.time import Spans
 from doctor.loaders import EpochEnd
@@ -267,7 +266,7 @@ def test_a_law_is_broken_by_the_effect_of_another_one():
 
 @pytest.mark.parametrize(("each", "wraps"), [(3, 1), (3, 5), (4, 1)])
 def test_copies_of_a_ddp_model_are_averaged(each, wraps):
-    found = [event(Step, n, optimizer=n // each) for n in range(15)]
+    found = [event(Step, n, network=n // each) for n in range(15)]
     found += [event(Update, 2, passes=[one_pass(forwards=[True])])]
     found = judged(found + [event(Wraps)] * wraps, [], steps=0)
     assert ("copies_averaged" in named(found)) == (each + wraps == 4)
@@ -377,11 +376,12 @@ def test_what_a_checkpoint_holds():
         ("broken", {"no_optimizer": "RISK"}, {"has": ["a", "b"], "loads": False}),
         ("not judged", {}, {"holds": [], "loads": False}),  # such as the best weights
         ("broken", {"lacking": "RISK"}, {"missing": ["norm.running_mean"]}),
-        ("held", {}, {"missing": ["a", "b"], "names": ["b", "a"]}),  # or another's file
     ):
         report = judged([file, event(Saved, 4, **good | values)], [])
         assert (law(report, 8), named(report)) == (state, wanted)
     two = [event(Saved, 4, **good | x) for x in ({"holds": []}, {"path": "last.pt"})]
+    part = event(Saved, 4, **good | {"path": "b.pt", "missing": ["b"]})
+    assert not named(judged([event(Saved, 4, **good | {"names": ["b"]})], [part]))
     tested = [file, two[0], event(Restored, 9, what="weights")]
     assert not judged([file, *two], []).findings + judged(tested, []).findings
     parts = [[event(Cut, 4, path="a.pt", names=["net.weight"])] for _ in range(2)]
@@ -532,9 +532,9 @@ def test_statistics_that_ranks_update_by_their_own_samples():
     value = lambda r, n: [n * (x % 2 == r) for x in range(8)]  # noqa: E731
     ranks = both(value, what="kept", names=["Loss.table"])  # each writes its entries
     assert law(judged(*(x + states(*[[1.0]] * 12) for x in ranks)), 4) == "not judged"
-    for when, part in (([5, 2, 9, 4], 0.5), ([2, 4, 5, 9], 0.5), ([5, 2, 9, 4], 1)):
-        row = lambda n: [[part * (n > x + r) for x in (*when, 0)] for r in (0, 1)]  # noqa: B023, E731
-        assert dealt([*map(row, range(12))]) == (when[0] > 2 and part < 1)
+    for when, sign in (([5, 2, 9, 4], -1), ([2, 4, 5, 9], -1), ([5, 2, 9, 4], 1)):
+        row = lambda n: [[(n > x + r) * sign**x for x in (*when, 0)] for r in (0, 1)]  # noqa: B023, E731
+        assert dealt([*map(row, range(12))]) == (when[0] > 2 and sign < 0)
 
 
 class Part:
@@ -767,6 +767,11 @@ def test_the_pages_that_explain_a_mistake_exist():
 def test_what_ranks_may_have_of_their_own():
     """Parts of a layer, stages of a pipeline, networks of their own, or training before DDP."""
     same = {"rates": [0.1]}
+
+    def sums(count):
+        sent = f"{count} x float32"
+        return [event(Call, n, sent=sent, name="all_reduce") for n in (1, 2)]
+
     for own, wanted in (
         (lambda rank: [], "WRONG"),
         (lambda rank: [event(Call, inside=["body"])], "WRONG"),
@@ -782,7 +787,9 @@ def test_what_ranks_may_have_of_their_own():
         (lambda rank: [event(Sends, 8, count=5000), event(Wraps)], "WRONG"),
         (lambda rank: [event(Wraps, 0)], "WRONG"),
         (lambda rank: [event(Wraps, 3 * rank)], ""),
-        (lambda rank: [event(Step, n, optimizer=n // 2, **same) for n in range(9)], ""),
+        (lambda rank: sums(100), "RISK"),
+        (lambda rank: sums(99), "WRONG"),
+        (lambda rank: [event(Step, n, network=n // 2, **same) for n in range(9)], ""),
         (lambda rank: [event(Step, n, **same) for n in range(9)], "WRONG"),
     ):
         ranks = [own(0), own(1)]

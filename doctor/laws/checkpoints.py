@@ -282,9 +282,10 @@ def lacking(job):
     Save model.state_dict(): it also contains buffers such as batch norm's statistics.
     Not a mistake if: the script restores the missing tensors in another way.
     """
-    there = {name for one in job.of(Saved) for name in one.names}
     for path, own in checkpoints(job):
-        missing = [x for x in own[-1].missing if x not in there]  # in no rank's file
+        now = [x for x in job.of(Saved) if x.step == own[-1].step]
+        there = {name for one in now if one.rank != own[-1].rank for name in one.names}
+        missing = [x for x in own[-1].missing if x not in there]
         if missing and (own[-1].counts or own[-1].holds):
             names = ", ".join(missing[:3])
             what = f"{base(path)} has {own[-1].whole} weights, but it lacks {names}"

@@ -71,7 +71,7 @@ class Ranks(Watcher):
                 self.facts[f"{key} of {where}"] = str(rounded)
         target = kwargs.get("target", args[1] if len(args) > 1 else None)
         if target is not None and target.dim():
-            values = measured(f"targets of {where}", target)
+            values = measured(f"targets of {where}", target, 2**16)
             if not target.is_floating_point():
                 valid = target != kwargs.get("ignore_index", -100)
                 share = valid.sum().double() / valid.numel()
@@ -136,11 +136,11 @@ class Ranks(Watcher):
             recorder.write(Targets(count=count, values=array("d", next(rows))))
 
 
-def measured(name: str, tensor) -> dict:
+def measured(name: str, tensor, most: int = 2048) -> dict:
     """Return statistics of a tensor (N, ...) as one-element tensors; {} for ids."""
     if not tensor.dim() or not tensor.numel() or tensor.is_complex():
         return {}
-    few, whole = picked(tensor, 2**16), not tensor.is_floating_point()
+    few, whole = picked(tensor, most), not tensor.is_floating_point()
     if whole and tensor.dim() == 1 and len(few) > 7 and tensor.is_cpu:
         if len(few.unique()) == len(few):
             return {}

@@ -17,7 +17,7 @@ from ..objects import COPY, LAYER
 from .checkpoints import Saved
 from .meeting import Call, collectives_differ, one_network, same_steps, steps_differ
 from .resume import Loaded
-from .states import INNER, LAW, State, copies, late_network
+from .states import INNER, LAW, State, copies, dealt, late_network
 
 NONE = "no step with unsharded weights was seen on all ranks"
 
@@ -147,6 +147,7 @@ def weights_differ(job):
 
     Wrap the network in DDP when all its weights exist, in the same order on all ranks,
     or broadcast them from rank 0.
+    Not a mistake if: each rank is meant to train networks of its own.
     """
     rows = need(states_of(job, "step", "weights"), NONE)
     found = first(rows[:1], "weights", 1e-6, parts_of_layers(job))
@@ -154,7 +155,9 @@ def weights_differ(job):
     if found and (not start or differing(start[0])[0]):
         whole_weights(job, found[2])
         what, place = f"before the first step, {found[1]}", rows[0][0].place
-        yield Breach(what, place)
+        shared = {x.step for x in job.of(Call) if large(x) and not x.weight}
+        apart = 3 * len(shared) > len(rows) and not job.of(Wraps)  # or own networks
+        yield Breach(what, place, level=RISK * apart)
 
 
 EARLIER = weights_differ, collectives_differ, steps_differ
@@ -170,6 +173,8 @@ def weights_drift(job):
     """
     rows, again = need(states_of(job, "step", "weights"), NONE), []
     parts = parts_of_layers(job)
+    lost = any(math.isnan(x) for one in rows[-1] for x in one.values)
+    need(not lost, "weights become NaN")
     count = differing(rows[0])[1] - len(parts)
     need(count, "the ranks train networks whose weights have different names")
     ends, kept = states_of(job, "end", "weights"), states_of(job, "optimizer")
@@ -302,7 +307,7 @@ def tensors_drift(job):
         moved = [sum(map(ne, a[0], b[0])) for a, b in pairwise(values[agreed:])]
         moves = median(moved) > len(start) / 2
         if (
-            dealt(values)
+            (lasts and dealt(values))
             or count > 2
             or (gap < 0.2 and len({*start[:7]}) > 3 and median(moved))
         ):
@@ -320,21 +325,6 @@ def tensors_drift(job):
     if unsure:
         text = "differ between the ranks, perhaps because they are each rank's own"
         raise Doubt(f"{listed(sorted(unsure))} {text}")
-
-
-def dealt(values: list[list[list[float]]]) -> bool:
-    """Return whether two ranks change the same few entries, but in different steps.
-
-    Then each rank updates a table with its own samples only, which another rank reads
-    later. Counts, and buffers that are filled in order, do not matter.
-    """
-    rows, steps = [], [*enumerate(pairwise(values))]
-    for n in range(len(values[0][0]) - 1):  # the last one is a sum
-        ranks = [{k for k, (a, b) in steps if a[r][n] != b[r][n]} for r in (0, 1)]
-        rows += [ranks] * all(ranks)
-    apart = [min(one) for one, other in rows if one.isdisjoint(other)]
-    whole = not any(x % 1 for x in values[-1][0][:7])
-    return len(apart) > max(2, 0.8 * len(rows)) and apart != sorted(apart) and not whole
 
 
 def between(ranks: list[list[float]], start: list[float]) -> float:

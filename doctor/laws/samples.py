@@ -26,6 +26,7 @@ SETTINGS = "seed", "epoch", "rank", "num_replicas"  # of samplers
 REPEATS = "num_repeats", "repetitions"  # of timm's and torchvision's samplers
 CLASSES = "Give classes (or words) the same numbers on every rank: sort their names."
 DATA = re.compile("d.?p|data|rep|shard|batch|rank", re.I)  # names of dimensions
+START = re.compile("first|start|begin|offset|shift|from|low", re.I)
 DIVIDES = "DistributedSampler", "BatchSamplerShard", "ElasticSampler"
 DIVIDE = "Read order[rank::world_size] of an order made with one seed from equal data"
 AGAIN = "Write `for x in loader:`. next(iter(loader)) returns the first batch again."
@@ -294,11 +295,14 @@ def trained_on_validation(job):
         same = own and other and own[0].data and own[0].data == other[0].data
         if not same or own[0].part == other[0].part:
             continue  # equal parts: the pass measures training accuracy
-        pairs = [(x, other[0].fields.get(k)) for k, x in own[0].fields.items()]
-        # Numbers that differ may be where each part of a series begins
-        moves = {0} | {y - x for x, y in pairs if type(x) is type(y) is int}
-        both = min(({x + n for x in validated} & trained for n in moves), key=len)
+        pairs = [(k, x, other[0].fields.get(k)) for k, x in own[0].fields.items()]
+        moves = {k: y - x for k, x, y in pairs if type(x) is type(y) is int and x != y}
+        # Each part of a series may begin at another position
+        starts = [x for k, x in moves.items() if START.search(k)]
+        both = min(
+            ({x + n for x in validated} & trained for n in (0, *starts)), key=len
+        )
         if both:
             what = f"training uses {len(both)} of {len(validated)} validation samples"
-            level = RISK * (len(moves) > 1)
+            level = RISK * bool(moves)
             yield Breach(what, job.processes[0].loader(loader).place, level=level)

@@ -43,7 +43,7 @@ class Fitted(Event, limit=len(FITS)):
     tables: dict[str, dict[int, int]] = field(default_factory=dict)  # see tables_in()
 
 
-class Adapts(Event, limit=len(TIMES) + 1):  # once more at the end
+class Adapts(Event, limit=len(TIMES) + 20):  # also at the start of later epochs
     """Numbers that objects use when they are called, such as Augment.p."""
 
     values: dict[str, tuple[float, str]]  # and the method's line
@@ -73,9 +73,9 @@ class Settings(Watcher):
         if number < len(TIMES) and recorder.step >= TIMES[number]:
             recorder.write(Adapts(values=adapted([x() for x in self.own])))
 
-    def on_end(self) -> None:
-        if values := adapted([x() for x in self.own]):
-            recorder.write(Adapts(values=values))
+    def on_epoch(self, own, loader) -> None:
+        if recorder.written[Adapts] >= len(TIMES):
+            recorder.write(Adapts(values=adapted([x() for x in self.own])))
 
 
 def sklearns(kind: type) -> bool:

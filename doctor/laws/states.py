@@ -2,6 +2,7 @@
 
 import weakref
 from collections import Counter
+from itertools import chain, pairwise
 
 from ..event import Event, Exit
 from ..law import Doubt, Law
@@ -140,9 +141,29 @@ def copies(job) -> int:
     """Return how many networks with equal names train for a few steps each."""
     steps = {}
     for one in job.processes[0].of(Step):
-        steps.setdefault((one.which, one.optimizer), []).append(one.step)
+        steps.setdefault((one.which, one.network), []).append(one.step)
     brief = [key for key, own in steps.items() if own[-1] - own[0] < 12]
     return max(Counter(which for which, _ in brief).values(), default=0)
+
+
+def dealt(values: list[list[list[float]]]) -> bool:
+    """Return whether two ranks change the same few entries, but in different steps.
+
+    Then each rank updates a table with its own samples only, which another rank reads
+    later. Sums, and buffers that are filled in order, do not matter.
+    """
+    rows, steps = [], [*enumerate(pairwise(values))]
+    for n in range(len(values[0][0]) - 1):  # the last one is a sum
+        ranks = [{k for k, (a, b) in steps if a[r][n] != b[r][n]} for r in (0, 1)]
+        rows += [ranks] * all(ranks)
+    apart = [min(one) for one, other in rows if one.isdisjoint(other)]
+    moves = [
+        y - x
+        for _, pair in steps
+        for x, y in zip(*map(chain.from_iterable, pair), strict=True)
+    ]
+    both = min(moves) < 0 < max(moves)  # a sum only grows
+    return len(apart) > max(2, 0.8 * len(rows)) and apart != sorted(apart) and both
 
 
 def late_network(job) -> None:

@@ -29,7 +29,6 @@ LOCAL = re.compile(
     r"(?i)\b(rank|local|own|this|shard|worker|proc|gpu|node|client|fold|agent)|^\W*\d+\]"
 )
 RANKS = "which is the mean of the ranks' own values"
-SHARE = re.compile(r"(?<![\d.])(\d+) ?(?:/|of) ?(\d+)(?![\d.]*\d)")
 ORDERS = "topk sort argsort argmax argmin max min gather".split()
 Rows = list[tuple[Call, ...]]  # calls of collectives, one per rank
 
@@ -111,32 +110,6 @@ def partial_metric(job):
     yield from found.values()
 
 
-@check(LAW, RISK, needs=[Printed], read="lesson 4")
-def own_count(job):
-    """The script counts one rank's samples, but compares them with all ranks' samples.
-
-    Multiply the count by the world size (or all-reduce it), also for schedules.
-    Not a mistake if: the line is meant to show this rank's share.
-    """
-    ranks = len(job.processes)
-    for own in job.processes if ranks > 1 else ():
-        sizes = {len(x.indices or x.rows or ()) for x in own.trained} - {1}
-        loader, sites = own.loader(), defaultdict(list)
-        for line in own.of(Printed):
-            for n, pair in enumerate(SHARE.findall(line.text)):
-                if line.step > 1 and not LOCAL.search(line.text):
-                    sites[line.place, n].append((*map(int, pair), line))
-        for rows in sites.values():
-            each = {(x / line.step, y) for x, y, line in rows}  # samples per step
-            count, total, line = rows[-1]
-            whole = loader and loader.samples and total % loader.samples == 0
-            same = len(each) == 1 and len(rows) > 2 and count / line.step in sizes
-            if whole and same and count * ranks == total:
-                what = f"rank {own.rank} prints {count}/{total} after {line.step} steps"
-                yield Breach(f"{what} of {ranks} ranks", line.place)
-                return
-
-
 @check(LAW, RISK, needs=[Search], read="pitfall 16")
 def own_matches(job):
     """Each rank searches for matches among its own samples only.
@@ -173,17 +146,19 @@ def order_of_ranks(job):
     own, passes, calls = job.processes[0], defaultdict(list), defaultdict(list)
     dealt = {x.loader for x in own.of(Feed) if x.divides} - {own.training}
     for one in own.of(Batch):
-        if one.loader in dealt:
-            passes[one.step, one.loader].append(len(one.indices or one.rows or ()))
+        if one.loader in dealt and one.indices:
+            passes[one.step, one.loader].append(one.indices)
     for one in own.of(Call):
         if "gather" in one.name:
             calls[one.step].append(one)
-    for (step, _), sizes in passes.items() if len(job.processes) > 1 else ():
+    for (step, _), batches in passes.items() if len(job.processes) > 1 else ():
         one, *others = calls[step] or [None]
-        if one and one.joins and not others and len(sizes) > 1:
+        rows = [*chain(*batches)]
+        in_turn = {b - a for a, b in pairwise(rows[:-1])} == {len(job.processes)}
+        if one and one.joins and not others and in_turn and len(batches) > 1:
             # Each row has one or more numbers; the size of an object is not known
-            if one.sent == "" or int(one.sent.split()[0]) % sum(sizes) == 0:
-                what = f"rank 0 joins the ranks' results for {sum(sizes)} samples each"
+            if one.sent == "" or int(one.sent.split()[0]) % len(rows) == 0:
+                what = f"rank 0 joins the ranks' results for {len(rows)} samples each"
                 yield Breach(f"{what}, rank by rank", one.place)
                 return
 

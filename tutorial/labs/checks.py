@@ -140,7 +140,9 @@ def check_facts(run: Run, **facts: object) -> None:
     files = Counter(chain(*(one.wrote for rank in run.ranks for one in rank.last)))
     if shared := [path.name for path, count in files.items() if count > 1]:
         raise Wrong(f"several processes write {shared[0]}")
-    if beside := [path.name for path in files if path.parent == run.script.parent]:
+    outside = [path for path in files if not path.is_relative_to(run.files.resolve())]
+    here = run.script.parent
+    if beside := [path.name for path in outside if path.is_relative_to(here)]:
         raise Wrong(f"the script writes {beside[0]} beside itself, for all later runs")
     # The lab's own limits come first: their messages say more
     limits = facts | {"all_reduces_per_step": 1, "collectives": 17} | facts

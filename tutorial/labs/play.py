@@ -225,6 +225,9 @@ class Watch(Watcher):
         self.depth -= 1
         if self.depth:
             return
+        if not (self.now.passes or self.done):  # hvd.broadcast_optimizer_state()
+            recorder.step = 0
+            return
         now, own = self.now, weights(optimizer)
         now.after, now.lr = flat(optimizer), optimizer.param_groups[0]["lr"]
         images = [torch.empty(0, 8), *(one.images for one in now.passes)]
