@@ -220,7 +220,7 @@ def test_results_that_are_joined_rank_by_rank(tmp_path, code):
     (file := tmp_path / "a.py").write_text(f"\nrows = {code}\n")
     own = {"loader": 1, "epoch": 0}
     call = {"name": "all_gather", "sent": "12 x float32", "joins": joins(f"{file}:1")}
-    for calls in (1, 2):  # perhaps also of the labels
+    for calls, step in ((1, 2), (2, 2), (1, 1)):  # also of the labels; parts in a row
         found = [event(Feed, **own, divides=True)] + [event(Call, 9, **call)] * calls
         found += [
             event(Batch, 9, **own, indices=array("q", [x, x + 2])) for x in (0, 4)

@@ -31,7 +31,7 @@ from doctor.laws.modes import Validation
 from doctor.laws.passes import Passes, Update
 from doctor.laws.resume import Loaded, Restored
 from doctor.laws.schedule import Schedule, Schedules, length
-from doctor.laws.settings import Adapts, Fitted, fitted, tables_in
+from doctor.laws.settings import Adapts, Fitted, Settings, fitted, tables_in
 from doctor.laws.states import Replicas, State, dealt, summed
 from doctor.laws.sums import Searches
 from doctor.laws.time import Spans
@@ -905,6 +905,9 @@ def test_a_scheduler_that_is_made_again_in_the_same_line(monkeypatch):
     own.made = [(weakref.ref(one), "a.py:3", 9) for one in plans]
     own.on_end()
     assert [one.planned for one in told] == [8]
+    monkeypatch.setitem(recorder.written, Adapts, 9)  # all watched steps have ended
+    Settings().on_epoch(None, None)
+    assert [*map(type, told)][1:] == [Adapts]
 
 
 def test_what_each_rank_learns_from_its_own_data():
