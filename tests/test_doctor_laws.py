@@ -222,10 +222,9 @@ def test_results_that_are_joined_rank_by_rank(tmp_path, code):
     call = {"name": "all_gather", "sent": "12 x float32", "joins": joins(f"{file}:1")}
     for calls, step in ((1, 2), (2, 2), (1, 1)):  # also of the labels; parts in a row
         found = [event(Feed, **own, divides=True)] + [event(Call, 9, **call)] * calls
-        found += [
-            event(Batch, 9, **own, indices=array("q", [x, x + 2])) for x in (0, 4)
-        ]
-        wanted = code == "cat(x)[: n]" and calls == 1
+        rows = [array("q", [x, x + step]) for x in (0, 4)]
+        found += [event(Batch, 9, **own, indices=x) for x in rows]
+        wanted = code == "cat(x)[: n]" and calls + step == 3
         assert ("order_of_ranks" in named(report(found, found))) == wanted
 
 
