@@ -31,7 +31,7 @@ def signature(dataset) -> dict[str, tuple[int, int, int | None]]:
 
 
 def plain(dataset) -> dict[str, float]:
-    """Return the numeric attributes of a dataset and of the datasets inside it."""
+    """Return numbers (or the first ones of ranges) in a dataset and those inside it."""
     found = {}
     with contextlib.suppress(Exception):
         for _ in range(4):

@@ -917,6 +917,8 @@ ALONE = """
 import contextlib, gc, sys, weakref, torch
 with torch.device("meta"):
     assert torch.rand(2).is_meta and torch.tensor([1]).is_meta
+@torch.jit.script
+def draw(x): return x + torch.rand(3)
 class Order(list):
     pass
 order, net, x = Order(range(8)), torch.nn.Linear(4, 4), torch.randn(8, 4)
@@ -983,7 +985,7 @@ def watched(folder, script):
 
 
 def test_a_watched_process_is_left_alone(tmp_path):
-    """doctor keeps a default device, and lets networks be freed."""
+    """doctor keeps a default device, lets networks be freed, and does not disturb TorchScript."""
     assert watched(tmp_path, ALONE)
 
 

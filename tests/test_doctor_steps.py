@@ -264,12 +264,12 @@ def test_a_law_is_broken_by_the_effect_of_another_one():
     assert [law(report, n) for n in (4, 5)] == ["broken", "broken"]
 
 
-@pytest.mark.parametrize(("each", "wraps"), [(3, 1), (3, 5), (4, 1)])
-def test_copies_of_a_ddp_model_are_averaged(each, wraps):
-    found = [event(Step, n, network=n // each) for n in range(15)]
-    found += [event(Update, 2, passes=[one_pass(forwards=[True])])]
-    found = judged(found + [event(Wraps)] * wraps, [], steps=0)
-    assert ("copies_averaged" in named(found)) == (each + wraps == 4)
+@pytest.mark.parametrize("k, ddp, at", [(3, 1, 2), (3, 5, 2), (4, 1, 2), (3, 1, 20)])
+def test_copies_of_a_ddp_model_are_averaged(k, ddp, at):
+    found = [event(Step, n, network=n // k) for n in range(15)]
+    found += [event(Update, at, passes=[one_pass(forwards=[True])])]
+    found = judged(found + [event(Wraps)] * ddp, [], steps=0)
+    assert ("copies_averaged" in named(found)) == (k + ddp + at == 6)
 
 
 def test_the_advice_on_ddp_and_on_a_prepared_scheduler():
@@ -769,8 +769,7 @@ def test_what_ranks_may_have_of_their_own():
     same = {"rates": [0.1]}
 
     def sums(count):
-        sent = f"{count} x float32"
-        return [event(Call, n, sent=sent, name="all_reduce") for n in (1, 2)]
+        return [event(Call, n, sent=f"{count} x a", name="reduce") for n in (1, 2)]
 
     for own, wanted in (
         (lambda rank: [], "WRONG"),

@@ -47,7 +47,7 @@ def updates(job: Job) -> list[list[Update]]:
     need(not job.apart, job.apart)
     same_steps(job)
     one_network(job)
-    need(copies(job) < 5, INNER)
+    need(len(copies(job)) < 5, INNER)
     found = []
     for row in job.rows(Update):
         same = len({(one.optimizer, *one.names) for one in row}) == 1
@@ -237,9 +237,12 @@ def copies_averaged(job):
     Copy model.module, not the DDP model, so that each rank adapts copies of its own.
     Not a mistake if: all ranks are meant to train each copy together.
     """
-    count, made = copies(job), len(job.processes[0].of(Wraps))
-    for one in job.of(Update) if count > max(4, made) and made < 20 else ():
-        if [x for x in one.passes if x["forwards"]]:
+    found, made = copies(job), len(job.processes[0].of(Wraps))
+    steps = {step for own in found for step in own}
+    for one in job.of(Update) if len(found) > max(4, made) and made < 20 else ():
+        averages = any(x["forwards"][-1] for x in one.passes if x["forwards"])
+        if averages and one.step in steps:
+            count = len(found)
             what = f"DDP averages the gradients of {count} networks, but wraps {made}"
             yield Breach(what, one.passes[0]["place"])
             return

@@ -43,7 +43,7 @@ def listed(names: Iterable[str], most: int = 3) -> str:
 def states_of(job: Job, moment: str, what: str = "") -> list[list[State]]:
     """Return rows of states that all ranks wrote at one moment, one state per rank."""
     one_network(job)
-    need(copies(job) < 5, INNER)
+    need(len(copies(job)) < 5, INNER)
     if moment not in ("first", "start"):
         same_steps(job)
     found, count = {}, len(job.processes)

@@ -254,7 +254,7 @@ def adapted_differ(job):
     """
     rows = [[one.values for one in process.of(Adapts)] for process in job.processes]
     count = min(map(len, rows))
-    need(count > 2, "the job took fewer than 22 steps")
+    need(count > 2, "too few steps were seen")
     for name, (_, line) in rows[0][0].items():
         lists = [[x.get(name, (nan,))[0] for x in own[:count]] for own in rows]
         first, *_, last = zip(*lists, strict=True)

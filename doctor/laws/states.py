@@ -137,13 +137,16 @@ class Replicas(Watcher):
             recorder.write(State(each=each, values=values, **own | more))
 
 
-def copies(job) -> int:
-    """Return how many networks with equal names train for a few steps each."""
+def copies(job) -> list[list[int]]:
+    """Return the steps of networks with equal names that train for a few steps each."""
     steps = {}
     for one in job.processes[0].of(Step):
         steps.setdefault((one.which, one.network), []).append(one.step)
-    brief = [key for key, own in steps.items() if own[-1] - own[0] < 12]
-    return max(Counter(which for which, _ in brief).values(), default=0)
+    brief = {}
+    for (which, _), own in steps.items():
+        if own[-1] - own[0] < 12:
+            brief.setdefault(which, []).append(own)
+    return max(brief.values(), key=len, default=[])
 
 
 def dealt(values: list[list[list[float]]]) -> bool:

@@ -5,7 +5,7 @@ torchrun --standalone --nproc-per-node 2 tutorial/labs/04_centered.py
 symptom: A process cannot find a file.
 grader: before the first step, rank 1 fails with FileNotFoundError:
 checks: weights, centered, shares, steps, old_file(name="mean.pt"),
-  uneven(size=5, also=("centered", {}))
+  uneven(size=5, centered={})
 doctor: file_race
 lesson: 08_collectives
 """

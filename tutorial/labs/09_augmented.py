@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node 2 tutorial/labs/09_augmented.py
 
 symptom: The augmentation varies less than on one GPU.
 grader: the script adds the same noise to several images
-checks: weights, noise, shares, steps, uneven(also=("noise", {}))
+checks: weights, noise, shares, steps, uneven(noise={})
 doctor: same_random_numbers
 lesson: 04_batches
 path: core

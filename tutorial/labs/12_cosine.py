@@ -5,7 +5,7 @@ torchrun --standalone --nproc-per-node 2 tutorial/labs/12_cosine.py
 symptom: The learning rate is still high when training ends.
 grader: the learning rate should fall from 0.1 to almost 0, step by step, but is
 checks: weights, shares, rates, steps(rate=None),
-  uneven(also=("rates", {"rise": 0.01}))
+  uneven(rates={"rise": 0.01})
 doctor: schedule
 lesson: 04_batches
 """

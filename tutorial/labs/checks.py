@@ -437,16 +437,17 @@ def check_old_file(run: Run, name: str) -> None:
 
 
 def check_uneven(
-    run: Run, size: int = 11, also: tuple[str, dict] = ("weights", {}), contrast=0.0
+    run: Run, size: int = 11, contrast: float = 0, **also: dict[str, object]
 ) -> None:
     """Check a run in `size` processes, which cannot get equally many batches.
 
-    The run must also pass another check, `also` (its name and options).
+    The run must also pass other checks, `also` (options by their names).
     """
     with Run(run.script, when=f"with {size} processes, ", size=size).started() as other:
         check_weights(other)
         check_shares(other, 1, contrast, repeats=TRAINING)
-        globals()[f"check_{also[0]}"](other, **also[1])
+        for name, options in also.items():
+            globals()[f"check_{name}"](other, **options)
 
 
 def check_resumes(run: Run) -> None:
