@@ -130,9 +130,9 @@ def test_hugging_faces_files(archives, tmp_path, monkeypatch, capsys):
     names = ("train-0-of-2", "train-1-of-2", "validation-0-of-1")
     files = [data / f"{name}.parquet" for name in names]
 
-    def write(name="{0.stem}_{0.parent.name}.JPEG", classes=CLASSES):
+    def write(name="{0.stem}_{0.parent.name}.JPEG", classes=CLASSES, val="val/*/*"):
         train = sorted(old.glob("train/*/*"), key=lambda path: path.stem[::-1])
-        parts = train[::2], train[1::2], [*old.glob("val/*/*")]
+        parts = train[::2], train[1::2], [*old.glob(val)]
         for file, paths in zip(files, parts, strict=True):
             images = {name.format(path): path.read_bytes() for path in paths}
             rows = [{"bytes": images[path], "path": path} for path in images]
@@ -158,6 +158,7 @@ def test_hugging_faces_files(archives, tmp_path, monkeypatch, capsys):
     acts = [(lambda: write("{0.stem}.JPEG"), "JPEG does not end with a class")]
     acts += [(lambda: write(classes=CLASSES[::-1]), "labels do not number the")]
     acts += [(lambda: (write(), os.truncate(files[-1], 400)), "cannot unpack ")]
+    acts += [(lambda: write(val="*/*/*"), "18 images in the val files instead of 6")]
     acts += [(files[-1].unlink, "0 images in the val files instead of 6; download")]
     refuse(data.parent, acts, monkeypatch, capsys)
     write()

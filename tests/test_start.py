@@ -95,7 +95,8 @@ def came_to(output):
 def test_a_killed_run_ends_with_the_same_bits(project):
     """After the test kills the launcher, all other processes end, too."""
     saved = project / "killed" / "checkpoint.pt"
-    command = "torchrun --standalone --nproc-per-node 2 train.py --output killed"
+    command = "torchrun --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0"  # id "none"
+    command += " --nproc-per-node 2 train.py --output killed"
     command = ("env", "-C", project, *command.split(), *FLAGS.split())
     with Started(saved, command) as job:
         wait_until(saved.exists, 90, "first checkpoint", interval=0.005)

@@ -45,8 +45,7 @@ def test_metrics_are_averages_of_sums_over_all_processes():
             meter.add(part)
     ranks[0].reduce(lambda sums: sent.append(sums.clone()) or sums)
     sums = ranks[1].reduce(lambda own: own + sent[0])
-    assert sent[0].dtype == torch.float64 and sent[0].shape == (11,)
-    assert ranks[1].sums == {}
+    assert (sent[0].dtype, *sent[0].shape, ranks[1].sums) == (torch.float64, 11, {})
     found = averages(sums)
     rows = torch.tensor([likely, unlikely, unlikely])
     loss = nn.functional.cross_entropy(rows, torch.tensor([6, 4, 5])).item()
@@ -112,8 +111,7 @@ def test_a_terminal_gets_a_bar_of_rank_0(monkeypatch):
         terminal.isatty = lambda: True
         monkeypatch.setattr(sys, "stderr", terminal)
         progress(monkeypatch, INTERVALS[:3], rank=rank).refresh()
-        drawn = terminal.getvalue()
-        assert bool(drawn) == (rank == 0)
+        assert bool(drawn := terminal.getvalue()) == (rank == 0)
     assert "epoch 3/90 |" in drawn and "| ETA " in drawn
     assert "loss 2.346, top-1 45.20 %, 2 images/s, wait 38%" in drawn
 

@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node 2 tutorial/labs/01_cluster.py
 
 symptom: Training works on one machine. On two machines, some images are never used.
 grader: on 2 machines with 2 processes each, epoch 0 uses 96 images, of which 48 are
-checks: weights, shares, steps, machines
+checks: weights, shares, steps, machines, uneven(size=5)
 doctor: same_samples
 lesson: 01_ranks
 path: core

@@ -4,7 +4,8 @@ torchrun --standalone --nproc-per-node 2 tutorial/labs/06_mean_loss.py
 
 symptom: A step moves the weights less than on one GPU.
 grader: images: it moves the weights 0.50 times as far
-checks: weights, shares, steps, printed(names=["loss"])
+checks: weights, shares, steps, printed(names=["loss"]),
+  uneven(size=5, steps={"images": None})
 doctor: loss_scale
 lesson: 03_gradients
 path: core

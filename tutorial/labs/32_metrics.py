@@ -5,7 +5,7 @@ torchrun --standalone --nproc-per-node 2 tutorial/labs/32_metrics.py
 symptom: On a slow network, training is slower than it could be.
 grader: collectives: 36, but allowed: 9
 checks: weights, shares, steps, printed(names=["loss", "accuracy"]),
-  facts(collectives=9)
+  facts(collectives=9), waits(most=6)
 doctor: -
 lesson: 19_talk_less
 """

@@ -168,7 +168,7 @@ def check_steps(
     run: Run,
     *,
     batch: int = 8,  # images per process and step
-    images: int = 0,  # images of all processes per step, instead of `batch`
+    images: int | None = 0,  # of all processes per step, instead of `batch`; None: any
     most: int | None = None,  # number of steps to check
     rate: float | None = LR,  # None: each step's own learning rate
     max_norm: float = float("inf"),
@@ -178,11 +178,19 @@ def check_steps(
 ) -> None:
     """Check that one process with the same images per step takes the same steps."""
     for ranks in [[one] for one in run.ranks] if alone else [run.ranks]:
-        velocity, batch = torch.zeros(size).double(), images // len(ranks) or batch
+        velocity, batch = (
+            torch.zeros(size).double(),
+            (images or 0) // len(ranks) or batch,
+        )
         rows = [*zip(*(rank.steps for rank in ranks), strict=False)]
         for number, row in enumerate(rows[:most], 1):
             counts = [len(own.images) for own in row]
-            if sum(counts) != images or max(counts) > -(-images // len(row)):
+            if (
+                images is None and len({*counts}) > 1
+            ):  # DDP weights the images unequally
+                return
+            goal = sum(counts) if images is None else images
+            if sum(counts) != goal or max(counts) > -(-goal // len(row)):
                 right = [batch] * len(row)
                 expect(f"images per process in step {number}", counts, right)
             weights = row[0].before.double()
@@ -256,6 +264,8 @@ def check_blocks(run: Run) -> None:
             raise Wrong(f"{text}: this is not random")
         if torch.equal(one.weights[0][PLAIN:], one.weights[-1][PLAIN:]):
             raise Wrong("the weights of the middle block never change")
+        if any(last.varies for last in one.last):
+            raise Wrong("in evaluation mode, the network also skips its middle block")
 
 
 def check_rates(run: Run, rise: float = 1e-6) -> None:
@@ -318,6 +328,30 @@ def check_printed(
                     text = f"the printed {name} is {printed} instead of {right:.6g}"
                     raise Wrong(f"after step {line.step}, {text}")
         expect(f"number of times that {name} is printed", min(len(ends), times), times)
+
+
+def check_losses(run: Run) -> None:
+    """Check that a printed loss is about the mean of a pass, a step or an epoch."""
+    for rank, line in [(own, line) for own in run.ranks for line in own.printed]:
+        means = []
+        for ranks in ([rank], run.ranks):
+            for count in (1, len(rank.steps) // EPOCHS):
+                steps = [x for y in ranks for x in y.steps[: line.step][-count:]]
+                means += [loss_of([x for one in steps for x in one.passes])]
+            means += [loss_of([x.passes[-1] for x in steps[-1:]])]
+        for printed in re.findall(r"\bloss (\d+\.?\d*)", line.text):
+            if all(abs(float(printed) - x) > 6e-5 + 0.2 * x for x in means):
+                text = f"after step {line.step}, the printed loss is {printed}"
+                raise Wrong(
+                    f"{text}, which is no mean: the last images' is {means[0]:.4f}"
+                )
+
+
+def loss_of(passes: list[Forward]) -> float:
+    """Return the mean loss over the images of forward passes."""
+    scores = torch.cat([torch.empty(0, 3), *(one.outputs for one in passes)])
+    labels = LABELS[indices(*(one.images for one in passes))]
+    return F.cross_entropy(scores, labels).item()
 
 
 def mean(ranks: list, name: str, step: int) -> float:
@@ -443,9 +477,11 @@ def check_uneven(
 
     The run must also pass other checks, `also` (options by their names).
     """
-    with Run(run.script, when=f"with {size} processes, ", size=size).started() as other:
+    when = f"with {size} processes on two machines, "
+    with Run(run.script, when=when, size=size, machines=2).started() as other:
         check_weights(other)
-        check_shares(other, 1, contrast, repeats=TRAINING)
+        least = 1 if contrast else TRAINING - size + 1
+        check_shares(other, least, contrast, repeats=TRAINING)
         for name, options in also.items():
             globals()[f"check_{name}"](other, **options)
 

@@ -12,6 +12,7 @@ import contextlib
 import importlib.util
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -38,7 +39,9 @@ def lab_of(script: Path) -> Lab | None:
 def check(run: Run, lab: Lab, once: bool = False) -> None:
     """Check a run; with `once`, also make the checks that start other runs."""
     left, counted = 0, Exception if lab.number == "capstone" else ()  # not described
-    for name, options in (lab.checks | {"facts": lab.checks.get("facts", {})}).items():
+    every = lab.checks | {"facts": lab.checks.get("facts", {})}
+    every |= {} if "printed" in every else {"losses": {}}
+    for name, options in every.items():
         try:
             if once or name not in ONCE:
                 getattr(checks, f"check_{name}")(run, **options)
@@ -88,11 +91,12 @@ def spoil(run: Run) -> bool:
     """
     (run.files / CHECKPOINT).resolve().unlink(missing_ok=True)
     (run.files / CHECKPOINT).unlink(missing_ok=True)
+    for path in run.removed.iterdir():  # as if the run had been killed before
+        shutil.copy(path, run.files)
     files = [x for x in run.files.rglob("*") if x.is_file()]
     # The grader itself has made copies such as 6.pt, and records: see play.py
-    files = [
-        x for x in files if not x.stem.isdecimal() and run.records not in x.parents
-    ]
+    files = [x for x in files if not x.stem.isdecimal()]
+    files = [x for x in files if not {run.records, run.removed} & {*x.parents}]
     for path in files:
         another = path.with_name(re.sub(r"1(?!.*\d)", "2", path.name))
         with contextlib.suppress(Exception):  # such as an empty file, used as a flag

@@ -86,6 +86,7 @@ class Last(Event):
     waits: dict[int, str]  # step -> function in which the script would wait for a GPU
     collectives: int = 0  # by the script, except averages of all weights or gradients
     lost_checkpoints: int = 0  # also those lost for a moment
+    varies: bool = False  # in evaluation mode, the network gives different results
     wrote: set[Path]  # files that torch.save() has written
 
 
@@ -121,6 +122,9 @@ class Watch(Watcher):
         names += [(dist.Store, "get"), (dist.Store, "multi_get")]
         for owner, name in names:
             wrap(owner, name, partial(Moments.here.collect, name))
+
+    def on_input(self, network, inputs) -> None:
+        self.network = getattr(network, "module", network)  # without DDP
 
     def on_collective(self, name, args, options, place) -> None:
         if name != "destroy_process_group":
@@ -159,6 +163,9 @@ class Watch(Watcher):
         """
         if event == "os.remove" and str(arguments[0]).endswith(".pt"):
             threading.Event().wait(0.2)  # as a slow disk does
+        path = Path(str(arguments[0])) if event == "os.remove" else CHECKPOINT
+        if path.stem != CHECKPOINT.stem and path.resolve().parent == Path.cwd():
+            shutil.copy(path, self.run.removed)  # see spoil()
         if event == "os.rename":
             old, new = (Path(os.fsdecode(one)).resolve() for one in arguments[:2])
             apart = not old.is_relative_to(Path.cwd())
@@ -191,6 +198,8 @@ class Watch(Watcher):
 
     def forward(self, layer: nn.Module, inputs: tuple, output: Tensor) -> None:
         """Record the input of a network's first layer and the output of its last."""
+        if self.last.weights is not None:
+            return  # on_exit() calls the network
         grad = torch.is_grad_enabled()
         if isinstance(layer, DDP) and grad and layer.require_backward_grad_sync:
             hooks = layer._comm_hooks  # they call collectives themselves
@@ -249,6 +258,9 @@ class Watch(Watcher):
         if done := self.done:
             self.count(weights(self.optimizer))
             self.last.weights = done.after if done.sharded else flat(self.optimizer)
+            with contextlib.suppress(Exception), torch.no_grad():  # of unusual networks
+                found = [self.network.eval()(done.images) for _ in range(9)]
+                self.last.varies = any(not torch.equal(x, found[0]) for x in found)
             recorder.write(self.last)
 
 
@@ -374,7 +386,7 @@ def horovod(run: "Run", stack: contextlib.ExitStack) -> list[dict[str, str]]:
     server = RendezvousServer()
     common = create_run_env_vars("127.0.0.1", ["lo"], str(server.start()))
     stack.callback(server.stop)
-    hosts = [f"127.0.0.{n + 1}:{run.size // run.machines}" for n in range(run.machines)]
+    hosts = [f"127.0.0.{n + 1}:{count}" for n, count in enumerate(run.counts)]
     slots = get_host_assignments(parse_hosts(",".join(hosts)), run.size)
     server.init(slots)
     return [common | create_slot_env_vars(slot) for slot in slots]
@@ -409,12 +421,19 @@ class Run:
     processes: list = field(default_factory=list)
     ranks: list[Rank] = field(default_factory=list)
 
+    @property
+    def counts(self) -> list[int]:
+        """The number of processes on each machine; the first one may have one more."""
+        each, more = divmod(self.size, self.machines)
+        return [each + (n < more) for n in range(self.machines)]
+
     @contextlib.contextmanager
     def started(self) -> Iterator["Run"]:
         """Start the processes, wait for their end or pause, and at last kill them."""
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
             used, self.files = bool(self.files), self.files or Path(folder)
             self.records = Path(tempfile.mkdtemp(dir=folder))
+            self.removed = Path(tempfile.mkdtemp(dir=folder))
             self.paused = FORK.Barrier(self.size + 1)
             needs = "import horovod" in self.script.read_text()
             places = horovod(self, stack) if needs else [{}] * self.size
@@ -429,16 +448,16 @@ class Run:
             common |= {"TORCHELASTIC_RESTART_COUNT": "0"}
             common |= {"TORCHELASTIC_RUN_ID": str(uuid4())}
             common |= {"DOCTOR_FOLDER": str(self.records)}
-            local = self.size // self.machines
-            sizes = {"WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": local}
-            sizes |= {"GROUP_WORLD_SIZE": self.machines}
+            common |= {"WORLD_SIZE": str(self.size)}
+            common |= {"GROUP_WORLD_SIZE": str(self.machines)}
+            owners = [(x, n, m) for m, x in enumerate(self.counts) for n in range(x)]
             stack.callback(self.kill)
             # In a used folder, the others see files of an earlier run before rank 0
             for rank, place in reversed([*enumerate(places)]):
                 time.sleep(0.5 * (used and rank == 0))
-                own = {"RANK": rank, "LOCAL_RANK": rank % local}
-                own |= {"GROUP_RANK": rank // local, **sizes}
-                task = self, common | {name: str(x) for name, x in own.items()} | place
+                names = "LOCAL_WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "RANK"
+                own = map(str, (*owners[rank], rank))
+                task = self, common | dict(zip(names, own, strict=True)) | place
                 self.processes.insert(0, FORK.Process(target=be_rank, args=task))
                 self.processes[0].start()
             try:
