@@ -36,7 +36,7 @@ def build_parser(docstring: str) -> Parser:
     )
     add = parser.add_argument
     add("--data", help="folder: train/CLASS/*.JPEG and val/CLASS/*.JPEG, or tar files")
-    images = "repeat one random batch instead of --data, in epochs of N images"
+    images = "repeat one random batch instead of --data; images per epoch (1281167)"
     add("--synthetic", nargs="?", type=int, const=1281167, metavar="N", help=images)
     add("--arch", default="resnet18", help="torchvision model (%(default)s)")
     add("--pretrained", action="store_true", help="start from torchvision's weights")

@@ -101,8 +101,8 @@ def build_datasets(args: Namespace) -> tuple[Dataset, Dataset]:
     size = args.image_size
     if args.synthetic:
         images = args.global_batch_size * (args.max_steps or args.synthetic)
-        val_images = min(images, args.synthetic) // 25  # as in ImageNet
-        val_images = max(val_images, args.global_batch_size)
+        batches = min(images, args.synthetic) // 25 // args.global_batch_size
+        val_images = max(batches, 1) * args.global_batch_size  # 1/25, as in ImageNet
         train_set = FakeData(args.synthetic, (3, size, size), 1000, v2.PILToTensor())
         val_set = FakeData(val_images, (3, size, size), 1000, v2.PILToTensor())
         train_set.classes = val_set.classes = range(1000)

@@ -155,21 +155,23 @@ def namespaces(frame: FrameType | None) -> list[tuple[str, dict]]:
     return found
 
 
-def variables(
-    frame: FrameType | None, size: int = 0
-) -> tuple[dict[str, str], dict[str, int]]:
+def variables(frame: FrameType | None, tensor) -> tuple[dict[str, str], dict[str, int]]:
     """Return the strings and counts (see count_of) in variables of a frame's stack.
 
-    A list of `size` strings in the innermost function, if this sorts nothing, is
-    returned as lines.
+    A list of as many strings as the tensor has elements, in the innermost function, if
+    this sorts nothing, is returned as lines; so is a dictionary's key for the tensor.
     """
-    texts, counts = {}, {}
+    texts, counts, size = {}, {}, tensor.numel()
     for number, (code, values) in enumerate(scopes(frame)):
         sorts = "sorted" in code.co_names
         read = number == 0 and 1 < size <= MOST and not sorts
         for k, x in [*values.items()] if read else ():
             if type(x) in (list, tuple) and len(x) == size and {*map(type, x)} == {str}:
                 texts[k] = "\n".join(one[:LONGEST] for one in x)
+        for k, x in [*values.items()]:
+            if isinstance(x, dict) and len(x) <= MOST and k[:2] != "__":
+                own = [key for key, one in x.items() if one is tensor]
+                texts |= {f"keys of {k}": str(key)[:LONGEST] for key in own}
         few = {k: x for k, x in values.items() if type(x) is str and k[:2] != "__"}
         texts = {k: x for k, x in few.items() if len(x) <= LONGEST} | texts
         own = {k: count_of(x) for k, x in [*values.items()][:LONGEST]}

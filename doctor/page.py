@@ -79,8 +79,10 @@ def conclusion(report: Report) -> str:
     if mistakes(report):
         return ""
     states = [one.state for one in report.verdicts]
-    text = f"No mistake was found: {states.count(HELD)} of {len(states)} laws held, "
-    return f"{text}{states.count(NOT_JUDGED)} could not be judged and may be broken."
+    text = f"No mistake was found: {states.count(HELD)} of {len(states)} laws held"
+    unknown = states.count(NOT_JUDGED)
+    more = f", {unknown} could not be judged and may be broken" * (unknown > 0)
+    return f"{text}{more}."
 
 
 def paragraph(one: Finding, width: int) -> list[str]:
@@ -150,7 +152,8 @@ def times(job: Job, width: int, most: int = 4) -> list[str]:
         shares["other code"] += 100 - sum(shares.values())  # shares add up to 100
         own = sorted(shares.items(), key=lambda one: -one[1])
         parts = ", ".join(f"{part} {share}%" for part, share in own if share > 0)
-        text = f"A step on rank {rank} takes {1000 * walls[rank]:.1f} ms: {parts}"
+        text = f"A step on rank {rank} takes {1000 * walls[rank]:.1f} ms on average: "
+        text += parts
         lines += fill(text, width)
     return lines
 

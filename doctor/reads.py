@@ -140,9 +140,9 @@ class Reads:
         return tuple(found)
 
     def read_by_all(self) -> bool:
-        """Return whether each rank reads every sample."""
-        both = set.intersection(*map(set, self.all))
-        return len(both) >= 0.99 * (self.total or 10**12)
+        """Return whether each rank reads all samples, except an incomplete batch."""
+        both, total = len(set.intersection(*map(set, self.all))), self.total or 10**12
+        return both >= 0.8 * total and both + len(self.ranks) * self.batch > total
 
     def numbers(self) -> dict[str, int]:
         """Return counts of samples; repeats in the last batches are not counted."""
@@ -335,7 +335,8 @@ def broken(one: Reads) -> str:
     if one.index and drawn:
         return ""  # drawn with replacement
     if one.read_by_all():
-        return f"in {one.text}, each rank reads all {one.total:,} samples"
+        least = min(len({*own}) for own in one.all)
+        return f"in {one.text}, each rank reads {least:,} of {one.total:,} samples"
     text = f"in {one.text}, the ranks read {counts['read']:,} samples, "
     text += f"{counts['distinct']:,} distinct ones"
     if one.total and one.total > counts["distinct"] * one.stream:

@@ -77,6 +77,10 @@ class Recorder:
         given = {name: os.environ.get(name) for name in GIVEN}
         self.write(Start(parent=f"{host}-{parent}", host=host, environment=given))
 
+    def sign(self, name: str) -> None:
+        """Create an empty file, which run.py expects."""
+        open(f"{os.environ['DOCTOR_FOLDER']}/{name}", "w").close()
+
     def joined(self, rank: int, world_size: int) -> None:
         """Record this process's rank."""
         self.rank, self.ticks = rank, self.ticks + 1
@@ -257,7 +261,7 @@ def monitor() -> None:
         names = [one.f_code.co_name for one, _ in traceback.walk_stack(inner)]
         what = recorder.waiting or next((x for x in names if x in waits), "")
         recorder.write(Waits(what=what, place=place(inner), seconds=seconds))
-        open(f"{os.environ['DOCTOR_FOLDER']}/waits", "w").close()
+        recorder.sign("waits")
         time.sleep(2)
 
 

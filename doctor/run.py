@@ -12,6 +12,7 @@ from .event import Exit, Failed, Joins, Start
 from .job import Job, clashing, read, waiting
 
 HERE = Path(__file__).resolve().parent
+SEEN = "doctor: the first steps are recorded; Ctrl-C ends the job and prints the report"
 HANG = 40  # end the job if all processes wait for each other for this many seconds
 
 
@@ -62,6 +63,10 @@ def run(command: list[str], folder: Path, **options: str) -> Job:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(2)
             hung = process.poll() is None and hangs(folder)
+            seen = folder / "seen"
+            if seen.exists() and time.time() - seen.stat().st_mtime > 20:
+                seen.unlink()
+                print(SEEN, file=sys.stderr)
         if hung:
             print("doctor: the processes are waiting for each other", file=sys.stderr)
     except KeyboardInterrupt:

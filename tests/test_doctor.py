@@ -27,17 +27,6 @@ PLANTED = [(m.name, m, (ROOT / "tests/doctor" / m.file).read_text()) for m in MI
 FACTS = runpy.run_path(str(ROOT / "tutorial" / "labs" / "lab.py"))["labs"]()
 LABS = [(n, x, "horovod" * (n == "30")) for n, x in FACTS.items() if x.doctor != "-"]
 QUICK = {"a script"}  # the others only run with --full
-# Mistakes that doctor does not see; docs/doctor.md lists its limits
-UNSEEN = {
-    "a loss times the number of processes",
-    "the accuracy of rank 0's samples",
-    "Trainer trains with the validation samples",
-    "Trainer saves the weights only",
-    "Lightning's sampler repeats a validation sample",
-    "the counts are averaged",
-    "each process skips its own bad batches",
-    "summed weights",
-}
 LAUNCHER = "torchrun --standalone --nproc-per-node 2 FILE"
 
 
@@ -47,7 +36,6 @@ def cases(named):
     for name, *values, text in named:
         marks = [] if name in QUICK else [pytest.mark.full]
         marks += [pytest.mark.horovod] * ("horovod" in text)
-        marks += [pytest.mark.xfail(strict=True)] * (name in UNSEEN)
         found.append(pytest.param(*values, id=name, marks=marks))
     return found
 

@@ -868,7 +868,7 @@ def test_the_indices_and_strings_around_a_call():
         return indices(sys._getframe(), 8)
 
     def reduce(key):
-        seen.append(variables(sys._getframe(1))[0])
+        seen.append(variables(sys._getframe(1), torch.zeros(1))[0])
 
     def loop():
         for name in ("a", "b", "x" * 99):
@@ -884,6 +884,7 @@ def test_the_indices_and_strings_around_a_call():
         assert [*(found or ())] == few
     assert shuffled([[3, 0], [2, 1]]) == (4, [3, 0, 2, 1])  # batches of indices
     assert shuffled([(0, 7), (1, 7)])[0] == 2 and shuffled([Path()])[0] == 0
+
     loop()
     careful("a")
     assert [one.get("name") for one in seen] == ["a", "b", None, None]

@@ -213,7 +213,9 @@ def dead_weights(job):
     needed = [x for x in needed if x.name.removesuffix("bias") + "weight" not in live]
     count = f"of {len(rows)} trainable weights"
     never = f"{count} never get a gradient in {steps} steps"
-    still = [x for x in alive if not x.moves]
+    moved = {x.name for x in alive if x.moves}
+    still = [x for x in alive if not x.moves]  # also here, a bias can cancel out
+    still = [x for x in still if x.name.removesuffix("bias") + "weight" not in moved]
     stuck = f"{len(still)} {count} get gradients, but do not change"
     if needed:
         what, zero = f"{len(needed)} {never}", all(one.reached for one in needed)
@@ -229,7 +231,7 @@ def dead_weights(job):
         yield Breach(what, cut[0], facts=dead)
     elif alive:
         need(not still, f"{stuck}: {names(still)}")
-        yield f"{len(alive)} {count} get gradients and change in {steps} steps"
+        yield f"{len(moved)} {count} get gradients and change in {steps} steps"
         late_network(job)
 
 

@@ -7,6 +7,7 @@ import sys
 from ..event import Event, Start
 from ..law import RISK, WRONG, Breach, Doubt, Law, check, explains, need, several
 from ..record import LIBRARY, OWN, not_the_users, place, recorder
+from ..sample import digest
 from ..watcher import Watcher
 
 LAW = Law(8, "files", "Files are complete, and have one writer")
@@ -19,11 +20,11 @@ CACHES = "cache", ".lock", "__pycache__"
 
 
 class Opened(Event, limit=300):
-    """A file was opened for writing, or was written by torch.save() (and renamed)."""
+    """A file was opened for writing, written by torch.save(), or renamed."""
 
     path: str
     saved: bool = False
-    mark: int = 0  # a hash of what torch.save() wrote, if it was renamed to `path`
+    mark: int = 0  # a hash of the file's contents, if it was renamed to `path`
     place: str
 
 
@@ -39,6 +40,9 @@ class Restored(Event, limit=200):
 class Files(Watcher):
     """Records which files a process writes."""
 
+    def __init__(self):
+        self.own = set()  # paths of these files, except torch.save()'s
+
     def hooks(self) -> None:
         sys.addaudithook(self.audit)  # also sees calls of a stored open()
 
@@ -47,6 +51,13 @@ class Files(Watcher):
         if name == "open" and isinstance(args[2], int) and args[2] & WRITES:
             with contextlib.suppress(Exception):
                 self.opened(args[0], args[2] & (os.O_CREAT | os.O_TRUNC))
+        if name == "os.rename":  # as of a temporary file, whose name only one rank uses
+            with contextlib.suppress(Exception):
+                old, new = (os.path.abspath(os.fsdecode(x)) for x in args[:2])
+                if old in self.own:
+                    with open(old, "rb") as file:
+                        mark = digest(os.path.getsize(old), file.read(2**20)) | 1
+                    recorder.write(Opened(path=new, mark=mark, place=place()))
 
     def opened(self, file, creates: int) -> None:
         if not isinstance(file, (str, os.PathLike)) or recorder.full(Opened):
@@ -65,6 +76,7 @@ class Files(Watcher):
         known = outside or any(one in inside for one in CACHES)
         if not (installed and known):
             recorder.write(Opened(path=path, place=place(frame)))
+            self.own |= {path}
 
 
 def wrapped(state: dict) -> bool:
@@ -93,13 +105,12 @@ def several_write(job):
     for (_, path), events in sorted(need(files, "no file was written").items()):
         ranks = sorted({one.rank for one in events})
         told = ", ".join(map(str, ranks))
-        savers = {one.rank for one in events if one.saved}
-        marks = [[x.mark for x in events if x.rank == rank] for rank in savers]
-        if len(savers) > 1:
-            # Each rank may put an equal file in its place
-            if not all(marks[0]) or any(one != marks[0] for one in marks):
-                what = f"{base(path)} is saved by ranks {told}"
-                yield Breach(what, events[0].place, facts=events)
+        marks = [[x.mark for x in events if x.rank == rank] for rank in ranks]
+        if len(ranks) > 1 and all(marks[0]) and all(one == marks[0] for one in marks):
+            continue  # each rank puts an equal file in its place
+        if len({one.rank for one in events if one.saved}) > 1:
+            what = f"{base(path)} is saved by ranks {told}"
+            yield Breach(what, events[0].place, facts=events)
         elif len(ranks) > 1:
             shared.append((f"{base(path)} is written by ranks {told}", events[0].place))
         else:

@@ -10,12 +10,14 @@ from ..job import Job
 from ..law import NOTE, RISK, WRONG, Breach, check, need, several
 from ..moments import Wraps
 from .losses import by_share
-from .meeting import collectives_differ, one_network, same_steps
+from .meeting import ZEROS, collectives_differ, one_network, same_steps
 from .passes import LAW, Update, not_awaited
 from .replicas import (
+    AGAIN,
     alike,
     consensus,
     equal_steps,
+    frozen,
     listed,
     parts_of_layers,
     weights_differ,
@@ -209,11 +211,13 @@ def reason_of(job: Job, row: list[Update], names: list[str]) -> tuple:
         what = f"{len(names)} of {total} weights are not averaged: {listed(names)}"
         mend = "Average these weights, too. With DDP, create them before you wrap the "
         mend += "network, and use its forward()."
-        for last in [x for x in layouts if x.step <= one.step][-1:]:
-            if {*names} <= {*last.frozen}:
-                what += f"; they were frozen when DDP was made in {last.place}"
-                mend = "Wrap the network in DDP again after you unfreeze weights."
-        return what, mend, ""
+        told = frozen(job, names, one.step)
+        there = [
+            {n for n in names if any(x.part(x.used, x.names.index(n)))} for x in row
+        ]
+        if any(x != there[0] for x in there) and not layouts:
+            mend = ZEROS
+        return what + told, AGAIN if told else mend, ""
     if not layouts and equal_steps(job, one.step):
         mend = "Change nothing if you average weights instead of gradients."
         return "their weights become equal again, as in local SGD", mend, NOTE

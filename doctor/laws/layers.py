@@ -56,7 +56,8 @@ class Layers(Watcher):
             self.ran[id(module)] = known
         if kind(module):
             mode = "train" if module.training else "eval"
-            if mode == "eval" and getattr(self.outer(), "training", False):
+            outer = getattr(self.outer(), "module", self.outer())  # without DDP
+            if mode == "eval" and getattr(outer, "training", False):
                 mode = "fixed"  # only this layer is in evaluation mode
             mode += "" if torch.is_grad_enabled() else " without gradients"
             known.modes.setdefault(mode, set()).add(recorder.step)

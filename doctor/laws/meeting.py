@@ -88,12 +88,13 @@ class Meeting(Watcher):
             call.gathers = given(values)
         weight = self.owner(tensors[0]) if tensors and recorder.watching else ""
         call.weight = weight if name in SUMS else ""
-        for one in tensors if recorder.watching and self.counts[where] < 99 else ():
+        watches = recorder.watching or not torch.is_grad_enabled()  # a validation
+        for one in tensors if watches and self.counts[where] < 99 else ():
             if name in SUMS:
-                call.keys, counts = variables(sys._getframe(), one.numel())
+                call.keys, counts = variables(sys._getframe(), one)
                 call.counts = counts if one.numel() == 1 else {}
             table = one.dim() == 2 or not one.is_floating_point()
-            few = one.numel() <= (COUNTS if table else 64)
+            few = one.numel() <= (COUNTS if table else 64) and recorder.watching
             if few and type(one) is torch.Tensor and not weight:
                 call.value = float(one.detach().double().abs().sum())
         recorder.write(call)
@@ -258,8 +259,9 @@ def collectives_differ(job):
                 what += f" and waits in {wait.what}() at {wait.place} instead"
             elif lost:
                 what += f" and is at {lost[0].place} instead"
-            leaves = one.name == "destroy_process_group"
-            yield Breach(what, one.place, mend=LEAVES * leaves)
+            trains = wait and wait.what in ("_sync_buffers", "backward")
+            leaves = one.name == "destroy_process_group" or trains
+            yield Breach(what, one.place, mend=LEAVES * bool(leaves))
             return
         names = {one.name for one in calls}
         if len({(one.name, one.sent) for one in calls}) > 1:

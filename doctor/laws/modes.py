@@ -3,7 +3,7 @@
 from ..event import Event
 from ..law import RISK, Breach, check, need
 from ..loaders import EpochEnd, Loaders
-from ..moments import Step
+from ..moments import Moments, Step
 from ..objects import trains
 from ..record import place, recorder, torch
 from ..watcher import Watcher
@@ -31,6 +31,15 @@ class Validation(Event, limit=1000):
     place: str
 
 
+class Trained(Event, limit=1000):
+    """A network's second step in an epoch, whose batches a loader returns."""
+
+    network: str
+    epoch: int
+    training: bool  # see Validation
+    place: str
+
+
 class Modes(Watcher):
     """Records the modes of batch norm and dropout layers."""
 
@@ -43,12 +52,20 @@ class Modes(Watcher):
         current = Loaders.here.current
         if batch is None or current is None or not recorder.step:
             return
-        key = id(network), current.loader, current.epoch
-        if key in self.validated or (gradients and current.steps):
+        steps = gradients and current.steps > 0
+        key = id(network), current.loader, current.epoch, steps
+        if key in self.validated:
             return
-        own = {"network": type(network).__name__, "training": trains(network)}
-        own |= {"loader": current.loader, "epoch": current.epoch, "place": place()}
-        self.pending = key, Validation(gradients=gradients, **own)
+        inner = getattr(network, "module", network)  # without DDP
+        own = {"network": type(inner).__name__, "training": trains(network)}
+        own |= {"epoch": current.epoch, "place": place()}
+        if steps:
+            self.validated.add(key)
+            if any(id(one) in Moments.here.known for one in network.parameters()):
+                recorder.write(Trained(**own))
+            return
+        one = Validation(gradients=gradients, loader=current.loader, **own)
+        self.pending = key, one
         if not gradients:  # or else, a backward pass may follow
             self.keep()
 
@@ -110,6 +127,13 @@ def eval_mode(job):
     if found := sorted((evals - trains) & steps):
         what = f"in {len(found)} of {len(steps)} steps, {own[0].name} is in eval mode"
         yield Breach(what, own[0].place)
+    trained = {}
+    for one in job.processes[0].of(Trained) if not found else ():
+        trained.setdefault(one.network, []).append(one)
+    for first, *later in trained.values():
+        if first.training and later and not any(one.training for one in later):
+            what = f"from epoch {later[0].epoch} on, {first.network} is in eval mode"
+            yield Breach(what, first.place)
     for one in [one for one in validations(job) if one.training][:1]:
         yield Breach(f"{one.network} validates in training mode", one.place)
 

@@ -19,6 +19,7 @@ from .meeting import Call, collectives_differ, one_network, same_steps, steps_di
 from .resume import Loaded
 from .states import INNER, LAW, State, copies, dealt, late_network
 
+AGAIN = "Wrap the network in DDP again after you unfreeze weights."
 NONE = "no step with unsharded weights was seen on all ranks"
 
 
@@ -89,6 +90,14 @@ def equal_steps(job: Job, after: int) -> list[int]:
     loads = {one.step for one in job.of(Loaded)}
     rows = [row for row in rows if row[0].step not in loads]
     return [row[0].step for row in rows if not differing(row)[0]]
+
+
+def frozen(job: Job, names: list[str], step: int) -> str:
+    """Return a text if these weights were frozen when DDP was made, before a step."""
+    for one in [x for x in job.processes[0].of(Wraps) if x.step <= step][-1:]:
+        if {*names} <= {*one.frozen}:
+            return f"; they were frozen when DDP was made in {one.place}"
+    return ""
 
 
 def large(call: Call) -> bool:
@@ -190,7 +199,8 @@ def weights_drift(job):
             again = equal_steps(job, row[0].step) if own is rows else []
             when, mend = f"after step {row[0].step}", ""
             if own is ends:
-                when = "at the end"
+                when, told = "at the end", frozen(job, names, row[0].step)
+                text, mend = text + told, AGAIN * bool(told)
             elif row is rows[0]:
                 when = "after the first backward pass, before an optimizer's step"
                 mend = "Change the same weights by equal numbers on all ranks."
@@ -226,7 +236,8 @@ def other_network_differs(job):
             text = f"before step {row[0].step + 1}, {text}; no optimizer trains {what}"
             mend = "Copy the network after DDP has wrapped it, or seed all ranks alike."
             if row is not rows[0]:
-                text, mend = f"{text}, and it was equal until step {row[0].step}", ""
+                last = rows[rows.index(row) - 1][0].step + 1
+                text, mend = f"{text}, and it was equal before step {last}", ""
             yield Breach(text, row[0].place, mend=mend)
 
 

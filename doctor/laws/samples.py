@@ -12,7 +12,7 @@ from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need, se
 from ..loaders import Pass, inside
 from ..moments import Step
 from ..neighbours import other_targets, takes_parts
-from ..reads import MORE, Feed, Reads, broken, feeds, interleaved, loaded, looped
+from ..reads import MORE, PLAIN, Feed, Reads, broken, feeds, interleaved, loaded, looped
 from ..record import recorder, wrap
 from ..signature import different, other_contents, plain, signature
 from ..watcher import Watcher
@@ -29,6 +29,10 @@ DATA = re.compile("d.?p|data|rep|shard|batch|rank", re.I)  # names of dimensions
 START = re.compile("first|start|begin|offset|shift|from|low", re.I)
 DIVIDES = "DistributedSampler", "BatchSamplerShard", "ElasticSampler"
 DIVIDE = "Read order[rank::world_size] of an order made with one seed from equal data"
+SAME = {
+    "seed": "Give the sampler the same seed on every rank.",
+    "epoch": "Call set_epoch() with the same number on every rank.",
+}
 AGAIN = "Write `for x in loader:`. next(iter(loader)) returns the first batch again."
 STREAM = (
     "Yield only every world_size-th sample, starting at the rank's number; loader "
@@ -199,7 +203,8 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
             again = not together and one.computed()
             need(not again, "one batch has the same input several times")
             extra, mend = mechanism(job, one, held != [])
-            yield Breach(what + extra, place, facts=one, mend=mend)
+            level = WRONG * (mend in SAME.values())
+            yield Breach(what + extra, place, facts=one, mend=mend, level=level)
             return
         drawn = counts["within"] or any(x.repeats for x in one.feeds)
         need(not (one.index and drawn), "the sampler draws samples with replacement")
@@ -262,13 +267,13 @@ def mechanism(job: Job, one: Reads, later=False) -> tuple[str, str]:
         wrong |= name == "num_replicas" and values[0] != job.world_size
         if wrong and None not in values:
             told = ", ".join(f"{x} on rank {n}" for n, x in enumerate(values))
-            return f"; sampler.{name} is {told}", left_out.mend
+            return f"; sampler.{name} is {told}", SAME.get(name, left_out.mend)
     if loader.stream:
         return "", STREAM
     if first.repeats:
         mend = "Seed the sampler's generator with a number that depends on the rank."
         return f"; {loader.sampler} draws them with replacement", mend
-    if first.divides or loader.sampler in ("RandomSampler", "SequentialSampler"):
+    if first.divides or loader.sampler in (*PLAIN, "DistributedSampler"):
         return "", ""
     return "", f"Let {loader.sampler} yield this rank's part. {DIVIDE}."
 

@@ -1,17 +1,12 @@
 """Law 2: ranks are exchangeable. Compares the ranks' settings."""
 
 import gc
-import os
 import re
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import field
-from functools import cache
 from itertools import pairwise
-from math import nan
 from zlib import crc32
 
 from ..event import Event
@@ -26,12 +21,7 @@ from .replicas import alike
 from .samples import datasets_differ, undivided
 
 EFFECTS = datasets_differ, ranks_differ
-TIMES = 0, 20, 21, 38, 39  # steps before which doctor reads adapted settings
-FITS = 0, 1, 20  # and what objects have learned, perhaps from the first batch
-CALLS = "forward", "__call__", "__getitem__", "__iter__"
-ADAPTED = """p prob probability temperature temp tau alpha beta gamma coef coeff margin
-    threshold eps epsilon level stage difficulty weight strength noise"""
-ADAPTED = re.compile(f"(?:^|_)(?:{'|'.join(ADAPTED.split())})(?:_|$)")
+FITS = 0, 1, 20  # steps before which doctor reads what objects have learned
 LEARNED = re.compile("(?:^|_)(?:mean|std|var|median|mu|sigma|scale)s?(?:_|$)", re.I)
 USES = re.compile("loss|forward|__call__|__getitem__|__iter__|normali|encod|transform")
 
@@ -43,17 +33,11 @@ class Fitted(Event, limit=len(FITS)):
     tables: dict[str, dict[int, int]] = field(default_factory=dict)  # see tables_in()
 
 
-class Adapts(Event, limit=len(TIMES) + 20):  # also at the start of later epochs
-    """Numbers that objects use when they are called, such as Augment.p."""
-
-    values: dict[str, tuple[float, str]]  # and the method's line
-
-
 class Settings(Watcher):
-    """Records what objects have learned, and settings that they use when called."""
+    """Records what objects have learned."""
 
     def __init__(self):
-        self.own, self.first = [], None  # objects with a setting; first Fitted.values
+        self.first = None  # Fitted.values
 
     def on_input(self, network, inputs) -> None:
         if not torch.is_grad_enabled():
@@ -66,16 +50,6 @@ class Settings(Watcher):
             values = fitted(own, self.first)
             self.first = self.first or values
             recorder.write(Fitted(values=values, tables=tables_in(own)))
-            adapts = [x for x in own if settings_of(type(x)) and recorder.step < 2]
-            with suppress(TypeError):  # some classes allow no weak references
-                self.own = [*map(weakref.ref, adapts)] or self.own
-        number = recorder.written[Adapts]
-        if number < len(TIMES) and recorder.step >= TIMES[number]:
-            recorder.write(Adapts(values=adapted([x() for x in self.own])))
-
-    def on_epoch(self, own, loader) -> None:
-        if recorder.written[Adapts] >= len(TIMES):
-            recorder.write(Adapts(values=adapted([x() for x in self.own])))
 
 
 def sklearns(kind: type) -> bool:
@@ -124,27 +98,6 @@ def fitted(objects: list, first: dict | None = None) -> dict[str, list[float]]:
                 if same or name in used_by(kind, *filter(USES.search, dir(kind))):
                     found[label] = few  # else perhaps a meter
     return {name: few for name, few in found.items() if name not in again}
-
-
-@cache
-def settings_of(kind: type) -> list[tuple[str, str]]:
-    """Return (setting, line) for names of settings that a class uses when called."""
-    codes = [getattr(getattr(kind, name, None), "__code__", None) for name in CALLS]
-    for code in filter(None, codes):
-        line = f"{os.path.relpath(code.co_filename)}:{code.co_firstlineno}"
-        return [(x, line) for x in used_by(kind, *CALLS) if ADAPTED.search(x)]
-    return []
-
-
-def adapted(objects: list) -> dict[str, tuple[float, str]]:
-    """Return Adapts.values of objects whose class has no other such object."""
-    counts, found = Counter(map(type, objects)), {}
-    for one in [x for x in objects if counts[type(x)] == 1]:
-        for name, line in settings_of(type(one)):
-            value = getattr(one, "__dict__", {}).get(name)
-            if type(value) in (int, float):
-                found[f"{type(one).__name__}.{name}"] = value, line
-    return found
 
 
 def few_of(value) -> list[float]:
@@ -243,27 +196,6 @@ def fits_differ(job):
         told = ", ".join(f"{x[name][0]:.6g} on rank {n}" for n, x in enumerate(rows))
         what = f"{len(found)} learned attributes differ, such as {name}: {told}"
         yield Breach(what, job.of(Step)[0].place)
-
-
-@check(LAW, RISK, needs=[Adapts], read="pitfall 11")
-def adapted_differ(job):
-    """The script adapts a setting on each rank, and the ranks' settings then differ.
-
-    Before a change, all_reduce() the numbers on which it depends.
-    Not a mistake if: each rank is meant to adapt its own setting.
-    """
-    rows = [[one.values for one in process.of(Adapts)] for process in job.processes]
-    count = min(map(len, rows))
-    need(count > 2, "too few steps were seen")
-    for name, (_, line) in rows[0][0].items():
-        lists = [[x.get(name, (nan,))[0] for x in own[:count]] for own in rows]
-        first, *_, last = zip(*lists, strict=True)
-        # A meter, or a random number, changes in each step
-        pairs = range(1, count - 1, 2)
-        kept = any(all(x[n] == x[n + 1] for x in lists) for n in pairs)
-        if len({*first}) == 1 and kept and not alike([[x] for x in last], 1e-6):
-            told = ", ".join(f"{x:.6g} on rank {n}" for n, x in enumerate(last))
-            yield Breach(f"{name} is {first[0]:g} in step 1, and later {told}", line)
 
 
 @check(LAW, RISK, needs=[Fitted], effects=EFFECTS, read="lesson 4")

@@ -45,6 +45,7 @@ class Replicas(Watcher):
     def __init__(self):
         self.validated, self.seen, self.others = set(), set(), {}
         self.labels, self.made, self.objects = {}, Counter(), Objects()
+        self.lasting = {}  # all networks that were in `others`
         self.started = self.ran = False
 
     def on_input(self, network, inputs) -> None:
@@ -67,12 +68,9 @@ class Replicas(Watcher):
         rows = numbers([x for own in found.values() for x in own.values()])
         for what, own in found.items():
             self.write("step", what, own, rows=[rows.pop(0) for _ in own])
-        others, self.others = self.others, {}
-        for reference, where in others.values():
-            if (network := reference()) is None:
-                continue
-            name, own = type(network).__name__, named(network.named_parameters())
-            self.write("other", name, own, place=where, trains=False)
+        self.write_others(self.others)
+        self.lasting |= self.others
+        self.others = {}
         first = id(optimizer) not in self.seen and optimizer.state
         self.seen.add(id(optimizer))
         if first or recorder.step in STATES:
@@ -108,6 +106,14 @@ class Replicas(Watcher):
     def on_end(self) -> None:
         if recorder.step:
             self.write("end", "weights", self.held())
+            self.write_others(self.lasting)
+
+    def write_others(self, networks: dict) -> None:
+        """Write the weights of networks that no optimizer trains."""
+        for reference, where in networks.values():
+            if (network := reference()) is not None:
+                name, own = type(network).__name__, named(network.named_parameters())
+                self.write("other", name, own, place=where, trains=False)
 
     def held(self) -> dict:
         """Return {name: weight} for all networks that an optimizer has trained."""

@@ -1,22 +1,17 @@
-"""Law 7: printed results are true. Checks sums, metrics of parts, and searches."""
+"""Law 7: printed results are true. Checks sums, and metrics of parts."""
 
 import re
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, pairwise
 from statistics import fmean
 
-from ..event import Event
 from ..law import RISK, WRONG, Breach, check, several
 from ..loaders import Batch
-from ..moments import Moments
 from ..numbers import BEST, SPLITS, gap_of, others, results
 from ..reads import Feed
-from ..record import not_the_users, place, recorder, runs_normally, torch, wrap
 from ..results import OTHER, Measured, Printed, Scored
 from ..sample import digest
-from ..watcher import Watcher
 from .files import Opened
 from .meeting import Call
 from .printed import LAW
@@ -29,32 +24,7 @@ LOCAL = re.compile(
     r"(?i)\b(rank|local|own|this|shard|worker|proc|gpu|node|client|fold|agent)|^\W*\d+\]"
 )
 RANKS = "which is the mean of the ranks' own values"
-ORDERS = "topk sort argsort argmax argmin max min gather".split()
 Rows = list[tuple[Call, ...]]  # calls of collectives, one per rank
-
-
-class Search(Event, limit=1000):
-    """Without gradients, the script ranks the columns of a square matrix."""
-
-    count: int  # number of rows
-    place: str
-
-
-class Searches(Watcher):
-    """Records searches among the outputs of a validation."""
-
-    def hooks(self) -> None:
-        for name in ORDERS:
-            wrap(torch.Tensor, name, self.search)
-
-    def search(self, call, one, /, *args, **kwargs):
-        users = not sys._getframe(2).f_code.co_filename.startswith(not_the_users())
-        given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-        users = users and all(x.shape == (len(one), 1) for x in given)  # in gather()
-        if users and not (torch.is_grad_enabled() or Moments.here.depth):
-            if one.dim() == 2 and len(one) == one.size(1) > 15 and runs_normally():
-                recorder.write(Search(count=len(one), place=place()))
-        return call(one, *args, **kwargs)
 
 
 @check(LAW, WRONG, needs=[Call], read="pitfall 16")
@@ -108,32 +78,6 @@ def partial_metric(job):
                 what = f"rank {line.rank} prints {text}, {what} ({count} prints)"
                 found.setdefault((line.place, text), Breach(what, line.place))
     yield from found.values()
-
-
-@check(LAW, RISK, needs=[Search], read="pitfall 16")
-def own_matches(job):
-    """Each rank searches for matches among its own samples only.
-
-    Gather all ranks' outputs (and labels), and compare each sample with all of them.
-    Not a mistake if: each rank's samples are meant to be compared among themselves.
-    """
-    several(job)
-    shares = [
-        {step: {x for _, keys in own for x in keys} for step, own in known.items()}
-        for known in evaluated(job)
-    ]
-    found = []
-    for process, own in zip(job.processes, shares, strict=True):
-        counts = defaultdict(list)  # several in a line may search all ranks' outputs
-        for one in process.of(Search):
-            counts[one.step, one.place].append(one.count)
-        found.append({x for x, n in counts.items() if n == [len(own.get(x[0], ()))]})
-    for step, where in sorted(set.intersection(*found)):
-        rows = [own[step] for own in shares]
-        if sum(map(len, rows)) < 1.1 * len(set.union(*rows)):
-            what = f"rank 0 compares its {len(rows[0])} samples with each other only"
-            yield Breach(what, where)
-            return
 
 
 @check(LAW, RISK, needs=[Call, Feed], read="lesson 4")

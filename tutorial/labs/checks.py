@@ -308,6 +308,9 @@ def check_printed(
     passes = [one for rank in run.ranks for one in rank.validated]
     if any(one.training for one in passes):
         raise Wrong("the script validates a network that is in training mode")
+    known = {step: {x.buffers for x in passes if x.step == step} for step in range(99)}
+    if any(max(x) - min(x) > 1e-6 for x in known.values() if x):
+        raise Wrong("the processes validate networks with different buffers")
     both = {*indices(*(one.images for one in passes))}
     trained = {*indices(*(step.images for rank in run.ranks for step in rank.steps))}
     expect("validation images that are also used for training", len(both & trained), 0)

@@ -112,6 +112,9 @@ def spoil(run: Run) -> bool:
 
 def main(words: list[str]) -> int:
     """Grade labs; return the exit status."""
+    if words in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
     paths = [Path(word) for word in (LABS if words in ([], ["all"]) else words)]
     for path in paths:
         if not lab_of(path) or (path.suffix and not path.is_file()):

@@ -61,6 +61,7 @@ class Forward(Event):
     training: bool  # the network's mode; also if batch norm uses the batch's statistics
     images: Tensor  # (N, 8)
     outputs: Tensor  # (N, 3)
+    buffers: float = 0.0  # the sum of the network's buffers, such as statistics
 
 
 class Step(Event):
@@ -212,6 +213,8 @@ class Watch(Watcher):
                 facts = {"images": self.images, "outputs": output.detach().float()}
                 one = Forward(training=layer.training or self.of_batch, **facts)
                 self.of_batch = False
+                buffers = [] if grad else self.network.buffers()
+                one.buffers = sum(x.double().sum().item() for x in buffers)
                 self.now.passes.append(one) if grad else recorder.write(one)
                 self.waiting += len(one.images) if grad else 0
                 most = self.waiting * int(os.environ["WORLD_SIZE"])
@@ -318,6 +321,8 @@ def be_rank(run: "Run", variables: dict[str, str]) -> None:
     # and PyTorch aborts ("Invalid thread pool!")
     torch.set_num_threads(1)
     os.environ.update(variables)
+    tempfile.tempdir = f"{run.apart}/{variables['GROUP_RANK']}"  # of this machine
+    os.makedirs(tempfile.tempdir, exist_ok=True)
     os.chdir(run.files)
     sys.argv = [str(run.script)]
     Watch.here.run = run
@@ -434,6 +439,7 @@ class Run:
             used, self.files = bool(self.files), self.files or Path(folder)
             self.records = Path(tempfile.mkdtemp(dir=folder))
             self.removed = Path(tempfile.mkdtemp(dir=folder))
+            self.apart = stack.enter_context(tempfile.TemporaryDirectory())
             self.paused = FORK.Barrier(self.size + 1)
             needs = "import horovod" in self.script.read_text()
             places = horovod(self, stack) if needs else [{}] * self.size
