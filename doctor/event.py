@@ -82,6 +82,12 @@ class Waits(Event, limit=100_000):
     place: str
     seconds: float
 
+    @property
+    def text(self) -> str:
+        """What a finding says about it."""
+        what = "DDP's forward" if self.what == "_sync_buffers" else self.what
+        return f"waits in {what}() at {self.place}"
+
 
 class Failed(Event):
     """An exception has ended the process."""

@@ -193,7 +193,7 @@ def hangs(job):
     for process in job.processes:
         one, wait = process.events[-1], waiting(process)
         mend = MENDS.get(wait and wait.what, mend)
-        does = f"waits in {wait.what}() at {wait.place}" if wait else "has ended"
+        does = wait.text if wait else "has ended"
         parts.append(f"after step {one.step}, rank {process.rank} {does}")
     if stuck(job):
         yield Breach("; ".join(parts), mend=mend)
@@ -256,7 +256,7 @@ def collectives_differ(job):
             need(known, "the job ended between two collectives")
             what = f"rank {one.rank} calls {one.name}(), rank {without.rank} does not"
             if wait := waiting(without):
-                what += f" and waits in {wait.what}() at {wait.place} instead"
+                what += f" and {wait.text} instead"
             elif lost:
                 what += f" and is at {lost[0].place} instead"
             trains = wait and wait.what in ("_sync_buffers", "backward")
