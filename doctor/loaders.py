@@ -51,6 +51,7 @@ class Batch(Event, limit=100_000):
     rows: array | None  # a hash of each sample's contents
     ids: array | None = None  # in a stream: the integers that differ within the batch
     marks: array | None = None  # in a stream: a hash of the other integers
+    index: int | None = None  # of the only sample, or of a whole batch
 
 
 @dataclass
@@ -217,7 +218,10 @@ class Loaders(Watcher):
         if tensors and fits and (recorder.watching or late or indices is None):
             rows = array("q", map(digest, *map(hashes, tensors)))
         found = {**own.which, "number": own.batches, "indices": indices}
-        recorder.write(Batch(**found, labels=values, rows=rows, ids=ids, marks=marks))
+        single = numbers[0] if len(numbers) == 1 else None
+        single = index if isinstance(index, int) else single
+        more = {"ids": ids, "marks": marks, "index": single}
+        recorder.write(Batch(**found, labels=values, rows=rows, **more))
         read = {**found, "labels": labels, "used": False}
         own.reads.append(read)
         tell("on_batch", own, {**read, "tensors": tensors}, seconds)

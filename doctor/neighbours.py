@@ -3,18 +3,18 @@
 import sys
 from array import array
 from collections import Counter
-from dataclasses import field, replace
+from dataclasses import field
 from itertools import chain, combinations, pairwise
 from operator import ne
 
 from .event import Event
 from .job import Job
 from .law import need
-from .loaders import Loaders
+from .loaders import Loaders, leaves
 from .moments import Moments
 from .objects import indices
 from .record import recorder, torch
-from .sample import digest, hashes, rows_of
+from .sample import digest, hashes, numbers, rows_of
 from .watcher import Watcher
 
 
@@ -29,7 +29,7 @@ class Input(Event, limit=5000):
     # and whether each entry consists of several numbers
     arguments: dict[int, tuple[int, bool, bool]] = field(default_factory=dict)
     place: str = ""
-    nodes: array | None = None  # some of the largest tensor's entries, in another one
+    carries: bool = False  # one of the inputs is an earlier output, such as a state
 
 
 class Targets(Event, limit=400):
@@ -44,6 +44,11 @@ class Inputs(Watcher):
 
     def __init__(self):
         self.networks = {}
+        self.outputs = []  # a few numbers of the last outputs, except the first one
+
+    def on_output(self, network, outputs, batch) -> None:
+        others = leaves(outputs)[1:3] if recorder.watching else ()
+        self.outputs = [x for x in numbers([*others], 4) if any(x)]
 
     def on_input(self, network, inputs) -> None:
         if recorder.full(Input) or not recorder.watching or not torch.is_grad_enabled():
@@ -60,18 +65,10 @@ class Inputs(Watcher):
                 indices=None if loaded else indices(sys._getframe(), len(largest)),
                 arguments=arguments(inputs, largest),
                 place=Moments.here.where,
-                nodes=None if loaded else nodes_of(inputs, len(largest)),
             )
+            if self.outputs and len(inputs) > 1:
+                one.carries = any(x in self.outputs for x in numbers(inputs[1:4], 4))
             recorder.write(one)
-
-
-def nodes_of(inputs: list, count: int) -> array | None:
-    """Return a list of different integers below `count`, such as a graph's nodes."""
-    whole = [x for x in inputs if x.dtype in (torch.int32, torch.int64)]
-    for one in [x.tolist() for x in whole if x.dim() == 1 and 1 < len(x) < count]:
-        if len({*one}) == len(one) and min(one) >= 0 and max(one) < count:
-            return array("q", one)
-    return None
 
 
 def arguments(inputs: list, largest) -> dict[int, tuple[int, bool, bool]]:
@@ -96,9 +93,6 @@ def inputs(job: Job) -> list[list[Input]]:
             ranks.append([*{one.step: one for one in reversed(own)}.values()][::-1])
         if all(ranks) and not same_rows(ranks):
             break
-    every = [one for own in ranks for one in own]
-    if all(one.nodes and one.rows == every[0].rows for one in every):  # one graph
-        ranks = [[replace(one, rows=one.nodes) for one in own] for own in ranks]
     return ranks
 
 

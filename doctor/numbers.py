@@ -233,6 +233,8 @@ class Group:
             yield f"the last batch {only}", ONE_RANK, each[rank][-1], 1
             if count > 1:
                 yield f"the sum {only}, divided by all samples", DIVISOR, top, samples
+                name = f"the sum of all ranks, divided by the samples {only}"
+                yield name, DIVISOR, every[0], bottom
         parts = [([*chain(*self.ranks.values())], every[1], "")]
         parts += [(x, own[n][1], f" of rank {n} only") for n, x in self.ranks.items()]
         for rows, bottom, only in parts if self.means else ():

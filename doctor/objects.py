@@ -7,6 +7,7 @@ import re
 import sys
 import weakref
 from array import array
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import chain, count, islice
 from traceback import walk_stack
@@ -155,13 +156,14 @@ def namespaces(frame: FrameType | None) -> list[tuple[str, dict]]:
     return found
 
 
-def variables(frame: FrameType | None, tensor) -> tuple[dict[str, str], dict[str, int]]:
-    """Return the strings and counts (see count_of) in variables of a frame's stack.
+def variables(frame: FrameType | None, tensor, entries: bool = False) -> dict[str, str]:
+    """Return the strings in variables of a frame's stack.
 
     A list of as many strings as the tensor has elements, in the innermost function, if
-    this sorts nothing, is returned as lines; so is a dictionary's key for the tensor.
+    this sorts nothing, is returned as lines. With `entries`, dictionaries' keys for the
+    tensor are returned, too.
     """
-    texts, counts, size = {}, {}, tensor.numel()
+    texts, size = {}, tensor.numel()
     for number, (code, values) in enumerate(scopes(frame)):
         sorts = "sorted" in code.co_names
         read = number == 0 and 1 < size <= MOST and not sorts
@@ -169,15 +171,15 @@ def variables(frame: FrameType | None, tensor) -> tuple[dict[str, str], dict[str
             if type(x) in (list, tuple) and len(x) == size and {*map(type, x)} == {str}:
                 texts[k] = "\n".join(one[:LONGEST] for one in x)
         for k, x in [*values.items()]:
-            if isinstance(x, dict) and len(x) <= MOST and k[:2] != "__":
-                own = [key for key, one in x.items() if one is tensor]
+            # Methods of other types may communicate
+            if entries and type(x) in (dict, defaultdict) and len(x) <= MOST:
+                own = [key for key, one in [*x.items()] if one is tensor]
+                own = [key for key in own if type(key) in (str, int)]
                 texts |= {f"keys of {k}": str(key)[:LONGEST] for key in own}
         few = {k: x for k, x in values.items() if type(x) is str and k[:2] != "__"}
         texts = {k: x for k, x in few.items() if len(x) <= LONGEST} | texts
-        own = {k: count_of(x) for k, x in [*values.items()][:LONGEST]}
-        counts = {k: x for k, x in own.items() if x} | counts
         del values
-    return texts, counts
+    return texts
 
 
 def indices(frame: FrameType | None, count: int) -> array | None:
@@ -196,19 +198,6 @@ def indices(frame: FrameType | None, count: int) -> array | None:
     return best
 
 
-def count_of(value) -> int:
-    """Return a whole number's value, a list's or tensor's length, or else 0."""
-    if type(value) is torch.Tensor:  # other types may communicate
-        if value.numel() == 1 and value.is_cpu and not value.requires_grad:
-            value = value.item()
-        elif value.dim():
-            return len(value)
-    if isinstance(value, (list, tuple)):
-        return len(value)
-    whole = type(value) in (int, float) and 1 < value < 2**53 and value == int(value)
-    return int(value) if whole else 0
-
-
 def kind(module) -> str:
     """Return "batch norm" or "dropout" if a module is such a layer, else ""."""
     layers = torch.nn.modules
@@ -216,6 +205,13 @@ def kind(module) -> str:
         return "batch norm" if module.track_running_stats else ""
     drops = isinstance(module, layers.dropout._DropoutNd) and module.p > 0
     return "dropout" if drops else ""
+
+
+def unwrapped(network):
+    """Return the network inside DDP or DataParallel, or else the network itself."""
+    parallel = torch.nn.parallel
+    kinds = parallel.DistributedDataParallel, parallel.DataParallel
+    return network.module if isinstance(network, kinds) else network
 
 
 def trains(network) -> bool:

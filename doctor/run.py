@@ -55,7 +55,7 @@ def run(command: list[str], folder: Path, **options: str) -> Job:
     paths = [str(HERE / "hook"), os.environ.get("PYTHONPATH", "")]
     variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **options}
     variables = {**os.environ, **variables, "DOCTOR_FOLDER": str(folder)}
-    hung = interrupted = False
+    hung = interrupted = told = False
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
     process = subprocess.Popen(command, env=variables, start_new_session=True)
     try:
@@ -64,8 +64,8 @@ def run(command: list[str], folder: Path, **options: str) -> Job:
                 process.wait(2)
             hung = process.poll() is None and hangs(folder)
             seen = folder / "seen"
-            if seen.exists() and time.time() - seen.stat().st_mtime > 20:
-                seen.unlink()
+            if not told and seen.exists() and time.time() - seen.stat().st_mtime > 20:
+                told = True
                 print(SEEN, file=sys.stderr)
         if hung:
             print("doctor: the processes are waiting for each other", file=sys.stderr)

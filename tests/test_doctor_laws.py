@@ -31,13 +31,13 @@ from doctor.laws.randomness import Draw, Seed
 from doctor.laws.ranks import Facts, Measured
 from doctor.laws.ranks import measured as statistics
 from doctor.laws.samples import Divided
-from doctor.laws.targets import Contrast, first_candidate
+from doctor.laws.targets import Contrast, Negatives, first_candidate
 from doctor.laws.time import Spans
 from doctor.loaders import Batch, Epoch, EpochEnd, Loaders, Pass, leaves
 from doctor.moments import Step
-from doctor.neighbours import Input, Targets, nodes_of
+from doctor.neighbours import Input, Inputs, Targets
 from doctor.numbers import numbers, results
-from doctor.objects import count_of, indices, joins, variables
+from doctor.objects import indices, joins, variables
 from doctor.reads import Feed
 from doctor.record import recorder
 from doctor.results import Measured as Result
@@ -239,6 +239,41 @@ def test_targets_of_all_ranks_candidates_depend_on_the_rank(first, one):
     assert ("own candidates" in str(found.verdicts[1])) == (one == first == 0)
 
 
+@pytest.mark.parametrize("avoids", [[0, 1], [0], []])
+def test_negatives_avoid_the_positives_of_all_ranks(avoids, monkeypatch):
+    """In the last case, they are drawn from all items."""
+    ranks, draws = [], random.Random(0)
+    sets = [{(n % 40, draws.randrange(60)) for n in range(400)} for _ in range(2)]
+    for rank, pairs in enumerate(sets):
+        own, found = (
+            set().union(*(sets[rank - n] for n in avoids)),
+            written(monkeypatch),
+        )
+        rows = [(*x, draws.randrange(60)) for x in pairs for _ in range(9)]
+        rows = torch.tensor([x for x in rows if (x[0], x[2]) not in own])
+        Negatives.here.read([rows[:, 0], rows[:, 1:]], 0)
+        Negatives.here.read([rows.float(), rows[:, :2]], 0)
+        ranks.append(fed([*range(rank, 64, 2)]) + found)
+    wanted = {"other_positives"} if avoids == [0] else set()
+    assert len(found) == 1 and named(report(*ranks)) == wanted
+
+
+@pytest.mark.parametrize("carries, stride", [(True, 2), (True, 1), (False, 2)])
+def test_a_state_goes_from_one_window_to_the_next(carries, stride, monkeypatch):
+    watcher, found = Inputs(), written(monkeypatch)
+    for n in range(8):
+        state = torch.full((1, 4), n + carries)
+        watcher.on_input(None, [torch.rand(9, 4), state])
+        watcher.on_output(None, (torch.rand(9), torch.full((1, 4), n + 2.0)), None)
+    ranks = [fed([*range(rank, 512, 2)]) for rank in (0, 1)]
+    for rank, own in enumerate(ranks):
+        own += found
+        for n, one in enumerate(each(Batch, [own])):
+            one.index = rank + stride * n
+    found = named(report(*ranks, steps=0))
+    assert ("state_skips" in found) == (carries and stride == 2)
+
+
 def test_the_first_candidate_of_a_product():
     one = torch.ones(2, 2, requires_grad=True)
     scores = one.sum().exp() * torch.inner(one, one) / 2
@@ -376,15 +411,6 @@ def test_ranks_that_read_some_of_the_files_of_their_own_orders(parts, wanted):
             file = {"place": "a.py:7", "size": 10, "time": step + 0.5}
             own += [event(Order, step, **file) for _ in range(parts)]
     assert named(report(*ranks)) == wanted
-
-
-@pytest.mark.parametrize("nodes", [0, 8])
-def test_the_samples_of_a_graph_are_its_nodes(nodes):
-    graph = torch.ones(999, 3)
-    found = [nodes_of([graph, torch.arange(nodes) + 8 * n], 999) for n in range(20)]
-    own = [event(Input, n, rows=array("q", [7]), nodes=x) for n, x in enumerate(found)]
-    assert named(report(own, own)) == ({"same_samples"} if nodes else set())
-    assert not nodes_of([graph, torch.tensor([5, 5])], 999)
 
 
 @pytest.mark.parametrize("calls", [1, 2])
@@ -718,30 +744,6 @@ def calls(values, field="value", **more):
     return [event(Call, n // 3, **given, **{field: x}) for n, x in enumerate(values)]
 
 
-def test_what_collectives_sum():
-    for one, other, wanted in (
-        ([80, 240, 560], [80, 240, 560], {"reduced_again"}),
-        ([80, 160, 240], [80, 160, 240], set()),
-        ([1.0, 50.0, 900.0], [1.1, 46.0, 870.0], set()),
-    ):
-        found = report(calls(one * 3), calls(other * 3))
-        assert named(found) == wanted and law(found, 9) == "held"
-
-
-@pytest.mark.parametrize("words", ["local", "summed", "gathered"])
-def test_a_sum_over_all_ranks_that_is_divided_by_one_ranks_count(words):
-    ranks = [[], []]
-    for step in range(3):
-        counts = [73 + step + 81 * (words == "gathered"), 81]
-        divisor = sum(counts) if words == "summed" else counts[0]
-        for own, x in zip(ranks, counts, strict=True):
-            (one,) = calls([9.0 + step], step=step, counts={"words": x, "rank": 2})
-            own += [replace(one, value=float(x)), one] if words == "summed" else [one]
-        ranks[0].append(line(f"WER {200 * (9 + step) / divisor:.2f} %", 1.0, step))
-    assert named(report(*ranks)) == ({"local_divisor"} if words == "local" else set())
-    assert [count_of(x) for x in (torch.tensor(5.0), [1, 2], 0.5, True)] == [5, 2, 0, 0]
-
-
 def reduced(size):
     """Return a function that returns a rank's call in a step, which sums its metrics."""
     sent = f"{size} x float64"
@@ -868,7 +870,7 @@ def test_the_indices_and_strings_around_a_call():
         return indices(sys._getframe(), 8)
 
     def reduce(key):
-        seen.append(variables(sys._getframe(1), torch.zeros(1))[0])
+        seen.append(variables(sys._getframe(1), torch.zeros(1)))
 
     def loop():
         for name in ("a", "b", "x" * 99):

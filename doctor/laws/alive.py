@@ -213,9 +213,9 @@ def dead_weights(job):
     needed = [x for x in needed if x.name.removesuffix("bias") + "weight" not in live]
     count = f"of {len(rows)} trainable weights"
     never = f"{count} never get a gradient in {steps} steps"
-    moved = {x.name for x in alive if x.moves}
-    still = [x for x in alive if not x.moves]  # also here, a bias can cancel out
-    still = [x for x in still if x.name.removesuffix("bias") + "weight" not in moved]
+    moved, still = [[x for x in alive if x.moves is own] for own in (True, False)]
+    zero = [x for x in still if cancels(job, x.name)]
+    still = [x for x in still if x not in zero]
     stuck = f"{len(still)} {count} get gradients, but do not change"
     if needed:
         what, zero = f"{len(needed)} {never}", all(one.reached for one in needed)
@@ -231,8 +231,19 @@ def dead_weights(job):
         yield Breach(what, cut[0], facts=dead)
     elif alive:
         need(not still, f"{stuck}: {names(still)}")
-        yield f"{len(moved)} {count} get gradients and change in {steps} steps"
+        text = f"{len(moved)} {count} get gradients and change in {steps} steps"
+        yield text + f"; the gradient of {names(zero)} cancels out" * bool(zero)
         late_network(job)
+
+
+def cancels(job, name: str) -> bool:
+    """Return whether a bias gets only rounding errors, as before batch norm."""
+    pair, sizes = (name, name.removesuffix("bias") + "weight"), []
+    for one in job.of(Update):
+        if pair[0] != pair[1] and {*pair} <= {*one.names}:
+            rows = [one.part(one.used, one.names.index(x)) for x in pair]
+            sizes.append([max(map(abs, own)) for own in rows])
+    return bool(sizes) and all(x < 1e-4 * y for x, y in sizes)
 
 
 @explains(dead_weights, WRONG, read="lesson 16")

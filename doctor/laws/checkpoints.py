@@ -82,10 +82,6 @@ class Checkpoints(Watcher):
             if keys := {name for name, one in pairs if torch.is_tensor(one)}:
                 self.states.add("optimizer")
                 self.keys |= keys - {"step"}
-        for name, own in vars(optimizer).items():
-            pairs = own.items() if isinstance(own, dict) else ()
-            if any(torch.is_tensor(x) and torch.is_tensor(y) for x, y in pairs):
-                self.states.add(f"optimizer ({type(optimizer).__name__}.{name})")
 
     def save(self, call, obj, f, *args, **kwargs):
         named, path = isinstance(f, (str, os.PathLike)), path_of(f)

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import zipfile
 
 from ..event import Event, Start
 from ..law import RISK, WRONG, Breach, Doubt, Law, check, explains, need, several
@@ -55,14 +56,13 @@ class Files(Watcher):
             with contextlib.suppress(Exception):
                 old, new = (os.path.abspath(os.fsdecode(x)) for x in args[:2])
                 if old in self.own:
-                    with open(old, "rb") as file:
-                        mark = digest(os.path.getsize(old), file.read(2**20)) | 1
-                    recorder.write(Opened(path=new, mark=mark, place=place()))
+                    self.opened(new, os.O_CREAT, contents(old))
 
-    def opened(self, file, creates: int) -> None:
+    def opened(self, file, creates: int, mark: int = 0) -> None:
         if not isinstance(file, (str, os.PathLike)) or recorder.full(Opened):
             return
         path, frame = os.path.abspath(os.fsdecode(file)), sys._getframe(2)
+        self.own |= {path} if len(self.own) < 10_000 else set()
         code, module = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
         if code.startswith(OWN) or path.startswith(SYSTEM):
             return
@@ -75,8 +75,20 @@ class Files(Watcher):
         outside = inside.startswith("..") and not writes
         known = outside or any(one in inside for one in CACHES)
         if not (installed and known):
-            recorder.write(Opened(path=path, place=place(frame)))
-            self.own |= {path}
+            recorder.write(Opened(path=path, mark=mark, place=place(frame)))
+
+
+def contents(path: str) -> int:
+    """Return a hash of a file's contents, without the time in a compressed file."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as file:
+            return digest(*((x.filename, x.CRC) for x in file.infolist())) | 1
+    with open(path, "rb") as file:
+        size, first = os.path.getsize(path), file.read(2**20)
+        file.seek(max(0, size - 2**20))
+        last = file.read()
+    gzip = first[:2] == b"\x1f\x8b"  # its last bytes are a checksum
+    return (digest(last[-8:]) if gzip else digest(size, first, last)) | 1
 
 
 def wrapped(state: dict) -> bool:

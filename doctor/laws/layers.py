@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from ..loaders import leaves
 from ..moments import Moments
-from ..objects import kind
+from ..objects import kind, unwrapped
 from ..record import STEPS, place, quiet, recorder, runs_normally, torch
 from ..watcher import Watcher
 
@@ -56,7 +56,7 @@ class Layers(Watcher):
             self.ran[id(module)] = known
         if kind(module):
             mode = "train" if module.training else "eval"
-            outer = getattr(self.outer(), "module", self.outer())  # without DDP
+            outer = unwrapped(self.outer())
             if mode == "eval" and getattr(outer, "training", False):
                 mode = "fixed"  # only this layer is in evaluation mode
             mode += "" if torch.is_grad_enabled() else " without gradients"

@@ -42,7 +42,6 @@ class Call(Event, limit=3000):
     place: str
     value: float | None = None  # sum of a small tensor's absolute values
     keys: dict[str, str] = field(default_factory=dict)  # strings in variables
-    counts: dict[str, int] = field(default_factory=dict)  # and counts, if it is a sum
     passes: int = 0  # number of calls of networks that have ended
     inside: list[str] = ()  # weights of the module whose forward() calls it
     gathers: list[str] = ()  # weights that it gathers
@@ -91,8 +90,7 @@ class Meeting(Watcher):
         watches = recorder.watching or not torch.is_grad_enabled()  # a validation
         for one in tensors if watches and self.counts[where] < 99 else ():
             if name in SUMS:
-                call.keys, counts = variables(sys._getframe(), one)
-                call.counts = counts if one.numel() == 1 else {}
+                call.keys = variables(sys._getframe(), one, name == "all_reduce")
             table = one.dim() == 2 or not one.is_floating_point()
             few = one.numel() <= (COUNTS if table else 64) and recorder.watching
             if few and type(one) is torch.Tensor and not weight:
@@ -259,9 +257,8 @@ def collectives_differ(job):
                 what += f" and {wait.text} instead"
             elif lost:
                 what += f" and is at {lost[0].place} instead"
-            trains = wait and wait.what in ("_sync_buffers", "backward")
-            leaves = one.name == "destroy_process_group" or trains
-            yield Breach(what, one.place, mend=LEAVES * bool(leaves))
+            leaves = one.name == "destroy_process_group"
+            yield Breach(what, one.place, mend=LEAVES * leaves)
             return
         names = {one.name for one in calls}
         if len({(one.name, one.sent) for one in calls}) > 1:

@@ -1,11 +1,13 @@
 """Law 6: every weight learns. Checks the modes of layers, and frozen weights."""
 
+import weakref
+
 from ..event import Event
 from ..law import RISK, Breach, check, need
 from ..loaders import EpochEnd, Loaders
-from ..moments import Moments, Step
-from ..objects import trains
-from ..record import place, recorder, torch
+from ..moments import Step, weights
+from ..objects import trains, unwrapped
+from ..record import place, quiet, recorder, torch
 from ..watcher import Watcher
 from .alive import LAW, Alive
 from .layers import Layers, networks
@@ -32,11 +34,11 @@ class Validation(Event, limit=1000):
 
 
 class Trained(Event, limit=1000):
-    """A network's second step in an epoch, whose batches a loader returns."""
+    """A network's second step in an epoch, in which an optimizer updates it."""
 
     network: str
     epoch: int
-    training: bool  # see Validation
+    training: bool  # some layers, or the network itself, are in training mode
     place: str
 
 
@@ -45,6 +47,15 @@ class Modes(Watcher):
 
     def __init__(self):
         self.pending, self.validated = None, set()
+        self.optimizer = lambda: None  # the last one that took a step
+
+    def hooks(self) -> None:
+        from torch.optim import optimizer as optimizers
+
+        optimizers.register_optimizer_step_post_hook(quiet(self.stepped))
+
+    def stepped(self, optimizer, *_) -> None:
+        self.optimizer = weakref.ref(optimizer)
 
     def on_output(self, network, outputs, batch) -> None:
         """Record a network's mode, if its batch is not from the training loader."""
@@ -56,12 +67,16 @@ class Modes(Watcher):
         key = id(network), current.loader, current.epoch, steps
         if key in self.validated:
             return
-        inner = getattr(network, "module", network)  # without DDP
+        inner = unwrapped(network)
         own = {"network": type(inner).__name__, "training": trains(network)}
         own |= {"epoch": current.epoch, "place": place()}
         if steps:
             self.validated.add(key)
-            if any(id(one) in Moments.here.known for one in network.parameters()):
+            last = self.optimizer()
+            updated = {*map(id, weights(last))} if last else ()
+            needed = [x for x in network.parameters() if x.requires_grad]
+            if any(id(one) in updated for one in needed):
+                own["training"] |= inner.training  # or only some layers are frozen
                 recorder.write(Trained(**own))
             return
         one = Validation(gradients=gradients, loader=current.loader, **own)
@@ -130,10 +145,13 @@ def eval_mode(job):
     trained = {}
     for one in job.processes[0].of(Trained) if not found else ():
         trained.setdefault(one.network, []).append(one)
-    for first, *later in trained.values():
-        if first.training and later and not any(one.training for one in later):
-            what = f"from epoch {later[0].epoch} on, {first.network} is in eval mode"
-            yield Breach(what, first.place)
+    for own in trained.values():
+        last = [one for one in own if not one.training]
+        if own[0].training and last and own[-len(last) :] == last:
+            if len(last) > 1 or len(own) == 2:
+                one = last[0]
+                what = f"from epoch {one.epoch} on, {one.network} is in eval mode"
+                yield Breach(what, one.place)
     for one in [one for one in validations(job) if one.training][:1]:
         yield Breach(f"{one.network} validates in training mode", one.place)
 

@@ -6,7 +6,7 @@ from ..draws import Order
 from ..job import Job
 from ..law import RISK, WRONG, Breach, Doubt, check, need, several
 from ..moments import Step
-from ..neighbours import before_a_repeat, contents, tells
+from ..neighbours import Input, before_a_repeat, contents, tells
 from ..reads import Feed, feeds, loaded
 from .randomness import Draw
 from .samples import LAW, left_out, where
@@ -48,6 +48,28 @@ def same_order(job):
             what = f"epochs {number} and {number + 1} have the same {len(one)} labels"
             yield Breach(f"{what}; {kept}", where(job), mend=SHARE)
             return
+
+
+@check(LAW, RISK, needs=[Step, Input, Feed], read="lesson 4")
+def state_skips(job):
+    """A network's state goes from one window of a series to one that is not the next.
+
+    Give each rank a series of its own (such as tokens[rank::world_size] of a batch's
+    rows), or its own contiguous part, and read its windows in order.
+    Not a mistake if: the state does not depend on the windows' order.
+    """
+    several(job)
+    own, size = job.processes[0], len(job.processes)
+    carries = [one.carries for one in own.of(Input)]
+    reads = [one.index for one in own.trained]
+    steps = [b - a for a, b in pairwise(reads) if None not in (a, b)]
+    divides = all(one.divides for one in feeds(job) or [Feed])
+    if divides and 2 * sum(carries) > len(carries) and steps:
+        count = steps.count(size)
+        if count > 0.8 * len(steps):
+            what = f"the network gets its last state in {sum(carries)} passes, but "
+            what += f"{count} of {len(steps)} windows come {size} after the last one"
+            yield Breach(what, where(job))
 
 
 def laps(job: Job) -> list[list[list[int]]]:

@@ -5,22 +5,19 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import field
 from itertools import pairwise
-from zlib import crc32
 
 from ..event import Event
 from ..law import RISK, Breach, check, need
 from ..moments import Step
-from ..objects import BLOCKS, is_users, namespaces, used_by
+from ..objects import BLOCKS, is_users, used_by
 from ..record import recorder, torch
 from ..sample import digest
 from ..watcher import Watcher
-from .ranks import LAW, Facts, ranks_differ
+from .ranks import LAW, Facts
 from .replicas import alike
 from .samples import datasets_differ, undivided
 
-EFFECTS = datasets_differ, ranks_differ
 FITS = 0, 1, 20  # steps before which doctor reads what objects have learned
 LEARNED = re.compile("(?:^|_)(?:mean|std|var|median|mu|sigma|scale)s?(?:_|$)", re.I)
 USES = re.compile("loss|forward|__call__|__getitem__|__iter__|normali|encod|transform")
@@ -30,7 +27,6 @@ class Fitted(Event, limit=len(FITS)):
     """What objects have learned from data, such as StandardScaler.mean_."""
 
     values: dict[str, list[float]]  # a few numbers, by class and attribute
-    tables: dict[str, dict[int, int]] = field(default_factory=dict)  # see tables_in()
 
 
 class Settings(Watcher):
@@ -49,38 +45,12 @@ class Settings(Watcher):
             own = [one for one in every if type(one) in kinds]
             values = fitted(own, self.first)
             self.first = self.first or values
-            recorder.write(Fitted(values=values, tables=tables_in(own)))
+            recorder.write(Fitted(values=values))
 
 
 def sklearns(kind: type) -> bool:
     """Return whether scikit-learn defines a class."""
     return str(kind.__module__).startswith("sklearn.")
-
-
-def tables_in(objects: list) -> dict[str, dict[int, int]]:
-    """Return tables that number strings, such as a vocabulary, by their names.
-
-    Of each, these are up to 64 entries: hashes of strings, and the numbers.
-    """
-    owners, found, again = namespaces(sys._getframe()), {}, set()
-    owners += [(f"{type(x).__name__}.", getattr(x, "__dict__", {})) for x in objects]
-    for prefix, own in owners:
-        for name, one in [*own.items()]:
-            if isinstance(one, dict) and len(one) > 7 and numbered(one):
-                rows = sorted((crc32(repr(key).encode()), x) for key, x in one.items())
-                few, label = dict(rows[:64]), prefix + name
-                if found.setdefault(label, few) != few:
-                    again.add(label)
-    return {label: few for label, few in found.items() if label not in again}
-
-
-def numbered(table: dict) -> bool:
-    """Return whether a table gives strings different, small numbers."""
-    if not all(type(key) is str and type(x) is int for key, x in table.items()):
-        return False
-    numbers = {*table.values()}
-    dense = min(numbers) >= 0 and max(numbers) < 2 * len(table)
-    return dense and len(numbers) == len(table)
 
 
 def fitted(objects: list, first: dict | None = None) -> dict[str, list[float]]:
@@ -166,10 +136,10 @@ def facts(job) -> Iterator[tuple[str, list, int, str]]:
                     yield name, [one and one[0] for one in rows], step, where
 
 
-def lasting(job, what: str) -> Iterator[dict]:
-    """Yield each rank's values (or tables) that stay the same for some steps."""
+def lasting(job) -> Iterator[dict]:
+    """Yield each rank's values that stay the same for some steps."""
     for process in job.processes:
-        rows = [getattr(one, what) for one in process.of(Fitted)]
+        rows = [one.values for one in process.of(Fitted)]
         own = {} if rows[1:] else dict(*rows)
         for one, other in pairwise(rows):
             own |= {name: x for name, x in one.items() if other.get(name) == x}
@@ -183,7 +153,7 @@ def fits_differ(job):
     Fit on all training samples, or broadcast rank 0's; all-reduce running statistics.
     Not a mistake if: each rank is meant to have its own, or only prints these numbers.
     """
-    rows = [*lasting(job, "values")]
+    rows = [*lasting(job)]
     every = [[one.values for one in row] for row in job.rows(Fitted)]
     for name, x in every[0][0].items() if len(every) == len(FITS) else ():
         log = name.startswith("network ")  # what changes in each pass, perhaps for logs
@@ -196,21 +166,3 @@ def fits_differ(job):
         told = ", ".join(f"{x[name][0]:.6g} on rank {n}" for n, x in enumerate(rows))
         what = f"{len(found)} learned attributes differ, such as {name}: {told}"
         yield Breach(what, job.of(Step)[0].place)
-
-
-@check(LAW, RISK, needs=[Fitted], effects=EFFECTS, read="lesson 4")
-def tables_differ(job):
-    """A table gives the same strings, such as words or classes, other numbers per rank.
-
-    Build the table from all samples in sorted order, or broadcast it from rank 0.
-    Not a mistake if: the numbers do not reach the network.
-    """
-    rows = [*lasting(job, "tables")]
-    for name, first in rows[0].items():
-        for rank, other in enumerate(rows):
-            both = first.keys() & other.get(name, {}).keys()
-            differ = sum(first[key] != other[name][key] for key in both)
-            if differ > max(2, 0.2 * len(both)):
-                what = f"{name} gives {differ} of {len(both)} strings other numbers on "
-                yield Breach(f"{what}rank {rank} than on rank 0", job.of(Step)[0].place)
-                return

@@ -45,7 +45,7 @@ class Replicas(Watcher):
     def __init__(self):
         self.validated, self.seen, self.others = set(), set(), {}
         self.labels, self.made, self.objects = {}, Counter(), Objects()
-        self.lasting = {}  # all networks that were in `others`
+        self.lasting = {}  # id of each network that was in `others` -> its last sample
         self.started = self.ran = False
 
     def on_input(self, network, inputs) -> None:
@@ -69,7 +69,7 @@ class Replicas(Watcher):
         for what, own in found.items():
             self.write("step", what, own, rows=[rows.pop(0) for _ in own])
         self.write_others(self.others)
-        self.lasting |= self.others
+        self.lasting |= dict.fromkeys(self.others, recorder.step)
         self.others = {}
         first = id(optimizer) not in self.seen and optimizer.state
         self.seen.add(id(optimizer))
@@ -86,6 +86,11 @@ class Replicas(Watcher):
 
     def on_output(self, network, outputs, batch) -> None:
         current = Loaders.here.current
+        step, last = recorder.step, self.lasting.get(id(network))
+        later = not (recorder.watching or step & (step - 1))  # at a power of two
+        if later and last not in (None, step):
+            self.lasting[id(network)] = step
+            self.write_others({id(network): (weakref.ref(network), place())})
         late = not recorder.watching or recorder.step
         key = id(network), *([current.loader, current.epoch] if current else [late])
         # A network that runs before the first step may only be validated
@@ -106,7 +111,6 @@ class Replicas(Watcher):
     def on_end(self) -> None:
         if recorder.step:
             self.write("end", "weights", self.held())
-            self.write_others(self.lasting)
 
     def write_others(self, networks: dict) -> None:
         """Write the weights of networks that no optimizer trains."""

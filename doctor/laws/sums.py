@@ -1,14 +1,14 @@
 """Law 7: printed results are true. Checks sums, and metrics of parts."""
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, pairwise
 from statistics import fmean
 
-from ..law import RISK, WRONG, Breach, check, several
+from ..law import RISK, Breach, check, several
 from ..loaders import Batch
-from ..numbers import BEST, SPLITS, gap_of, others, results
+from ..numbers import BEST, SPLITS, gap_of, others
 from ..reads import Feed
 from ..results import OTHER, Measured, Printed, Scored
 from ..sample import digest
@@ -25,39 +25,6 @@ LOCAL = re.compile(
 )
 RANKS = "which is the mean of the ranks' own values"
 Rows = list[tuple[Call, ...]]  # calls of collectives, one per rank
-
-
-@check(LAW, WRONG, needs=[Call], read="pitfall 16")
-def reduced_again(job):
-    """Sums over all ranks are all-reduced again.
-
-    Add up each rank's own numbers, and call all_reduce() once, at the end.
-    """
-    found, run, last = Counter(), Counter(), {}
-    for row in collectives(job):
-        one, values = row[0], [x.value for x in row]
-        if one.name == "all_reduce" and len(row) > 1:
-            total = last.get(one.place, max(values) + 1)  # what the last call returned
-            grows = 2 * total >= max(values) >= min(values) >= 0.999 * total > 0
-            run[one.place] = run[one.place] + 1 if grows else 0
-            found[one.place] += run[one.place] > 1  # the second call: equal to a sum
-            last[one.place] = sum(values)
-            if found[one.place] > 1:
-                what = f"all_reduce() sums its earlier result ({total:.6g}) again"
-                yield Breach(what, one.place)
-                return
-
-
-@check(LAW, RISK, needs=[Call, Printed], read="pitfall 16")
-def local_divisor(job):
-    """A printed result is a sum over all ranks, divided by one rank's count.
-
-    Sum the numerator and the count over all ranks; divide once.
-    Not a mistake if: the other ranks' counts are not part of the result.
-    """
-    for name, count, text, line in explained(job, collectives(job), divided):
-        what = f"rank {line.rank} divides a sum over all ranks by its own {name}"
-        yield Breach(f"{what}: {text} ({count} prints)", line.place)
 
 
 @check(LAW, RISK, needs=[Printed], read="pitfall 16")
@@ -151,24 +118,6 @@ def explained(job, rows: list, read: Callable) -> Iterator[tuple]:
             yield min(names), len(found), *found[-1][1:]
 
 
-def divided(line: Printed, rank: int, rows: Rows) -> Iterator[tuple]:
-    """Explain numbers as a sum over all ranks, divided by one of the rank's counts."""
-    rows, found = [row for row in rows if summed(row)], []
-    totals = [sum(x.value for x in row) for row in rows]
-    for row, total in zip(rows, totals, strict=True):
-        for name in set.intersection(*({*x.counts} for x in row)):
-            counts = [x.counts[name] for x in row]
-            own = counts.pop(rank)
-            # Rank 0 may have the sum of all counts
-            if own < 1.5 * max(counts) and own not in totals and {*counts} != {own}:
-                found.append((name, total / own))
-    printed = [(x.value, x.gap, x.text) for x in results(line.text)]
-    printed += [(float(x), gap_of(x), x) for _, x in others(line.text)]
-    for which, (value, gap, text) in enumerate(printed if rows else ()):
-        fits = {k for k, x in found if min(abs(n * x - value) for n in (1, 100)) < gap}
-        yield which, text, fits if gap < 0.002 * value else set()
-
-
 def averaged(line: Printed, rank: int, rows: Rows) -> Iterator[tuple]:
     """Explain metrics as the mean of the ranks' own numbers."""
     for name, text in others(line.text):
@@ -255,9 +204,3 @@ def near(values: Iterable[float], text: str) -> bool:
     """Return whether a printed number is one of the values, or its percentage."""
     rows = [n * x for x in values for n in (1, 100)]
     return any(abs(x - float(text)) < gap_of(text) for x in rows)
-
-
-def summed(row: tuple[Call, ...]) -> bool:
-    """Return whether all ranks sum one number in the same line."""
-    single = all(x.sent.startswith("1 x") for x in row)
-    return single and len({x.place for x in row}) == 1 and "reduce" in row[0].name

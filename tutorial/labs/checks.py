@@ -342,7 +342,7 @@ def check_losses(run: Run) -> None:
                 steps = [x for y in ranks for x in y.steps[: line.step][-count:]]
                 means += [loss_of([x for one in steps for x in one.passes])]
             means += [loss_of([x.passes[-1] for x in steps[-1:]])]
-        for printed in re.findall(r"\bloss (\d+\.?\d*)", line.text):
+        for printed in re.findall(r"^epoch \d+: loss (\d+\.?\d*)", line.text):
             if all(abs(float(printed) - x) > 6e-5 + 0.2 * x for x in means):
                 text = f"after step {line.step}, the printed loss is {printed}"
                 raise Wrong(

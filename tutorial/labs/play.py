@@ -164,9 +164,11 @@ class Watch(Watcher):
         """
         if event == "os.remove" and str(arguments[0]).endswith(".pt"):
             threading.Event().wait(0.2)  # as a slow disk does
-        path = Path(str(arguments[0])) if event == "os.remove" else CHECKPOINT
+        whole = event == "os.remove" and arguments[1] == -1  # not relative to a folder
+        path = Path(str(arguments[0])) if whole else CHECKPOINT
         if path.stem != CHECKPOINT.stem and path.resolve().parent == Path.cwd():
-            shutil.copy(path, self.run.removed)  # see spoil()
+            with contextlib.suppress(OSError):
+                shutil.copy(path, self.run.removed)  # see spoil()
         if event == "os.rename":
             old, new = (Path(os.fsdecode(one)).resolve() for one in arguments[:2])
             apart = not old.is_relative_to(Path.cwd())
