@@ -49,8 +49,7 @@ class Batch(Event, limit=100_000):
     indices: array | None  # the samples' indices in the dataset inside all subsets
     labels: array | None  # the batch's only tensor (N,) of integers
     rows: array | None  # a hash of each sample's contents
-    ids: array | None = None  # in a stream: the integers that differ within the batch
-    marks: array | None = None  # in a stream: a hash of the other integers
+    marks: array | None = None  # in a stream: a hash of integers, except the sample's
     index: int | None = None  # of the only sample, or of a whole batch
 
 
@@ -200,11 +199,10 @@ class Loaders(Watcher):
         integers = [x for x in tensors if x.dim() == 1 and not x.is_floating_point()]
         labels = integers[0] if len(integers) == 1 else None
         values = None if labels is None else array("q", labels.tolist())
-        marks = indices = rows = ids = None
+        marks = indices = rows = None
         if own.stream and len(integers) > 1:
             lists = [x.tolist() for x in integers]
-            most, *others = sorted(lists, key=lambda x: -len({*x}))
-            ids = array("q", most) if len({*most}) == len(most) else None
+            _, *others = sorted(lists, key=lambda x: -len({*x}))
             marks = array("q", map(digest, *others))
         numbers = index if isinstance(index, (list, tuple)) else [None]
         if not own.stream and all(hasattr(one, "__index__") for one in numbers):
@@ -220,7 +218,7 @@ class Loaders(Watcher):
         found = {**own.which, "number": own.batches, "indices": indices}
         single = numbers[0] if len(numbers) == 1 else None
         single = index if isinstance(index, int) else single
-        more = {"ids": ids, "marks": marks, "index": single}
+        more = {"marks": marks, "index": single}
         recorder.write(Batch(**found, labels=values, rows=rows, **more))
         read = {**found, "labels": labels, "used": False}
         own.reads.append(read)

@@ -13,7 +13,7 @@ from .event import Event
 from .job import Job
 from .law import NotJudged, need
 from .loaders import Batch, Epoch
-from .neighbours import Input, agree, before_a_repeat, contents, inputs
+from .neighbours import Input, before_a_repeat, contents, inputs
 
 EPOCHS = 20  # maximum number of epochs to judge
 PLAIN = "RandomSampler", "SequentialSampler"
@@ -215,7 +215,6 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
     begun = [x for x in job.processes[0].of(Epoch) if x.loader == own.loader]
     all_samples = samples == own.samples and not own.stream
     now = {x.epoch: x.samples for x in begun if all_samples}
-    key = "ids" if own.stream and named([*chain(*chain(*lists))]) else "rows"
     before = lists
     lists, done = resumed(lists, done)
     for count, (batches, whole) in enumerate(zip(lists, done, strict=True)):
@@ -225,7 +224,7 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
         ranks = [[x.indices for x in part] for part in batches]
         index = same and None not in chain(*ranks)
         if not index:
-            ranks = [[getattr(x, key) for x in part] for part in batches]
+            ranks = [[x.rows for x in part] for part in batches]
         if not all(ranks) or None in chain(*ranks):
             if count:
                 return
@@ -278,14 +277,6 @@ def resumed(lists: list, done: list[bool]) -> tuple[list, list[bool]]:
             found.append(one)
             whole.append(end)
     return found, whole
-
-
-def named(reads: list[Batch]) -> bool:
-    """Return whether integers name a stream's samples, whose labels recur with them."""
-    names, marks = [x.ids for x in reads], [x.marks for x in reads]
-    known = reads and all(names)  # other counters differ as often as the names
-    few = known and len({*chain(*marks)}) < len({*chain(*names)}) / 2
-    return bool(few) and agree(names, marks)
 
 
 def looped(job: Job) -> list[Reads]:

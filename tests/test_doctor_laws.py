@@ -425,17 +425,7 @@ def test_equal_rollouts_come_from_equal_generators(calls):
     assert found.findings[0].place == ("a.py:4" if calls > 1 else "a.py:10")
 
 
-@pytest.mark.parametrize("names", [True, False])
-def test_integers_that_name_a_streams_samples(names):
-    """If they count each rank's own samples, equal numbers have different labels."""
-    ranks = [fed([*range(64)], stream=True) for n in (0, 1)]
-    for rank, own in enumerate(ranks):
-        for one in each(Batch, [own]):
-            one.marks = array("q", [x * x % 7 + rank * (not names) for x in one.rows])
-            one.ids, one.rows = one.rows, array("q", [x + 999 * rank for x in one.rows])
-    found = report(*ranks, steps=0)
-    assert [x.check for x in found.findings] == ["same_samples"] * names
-    assert all(x.mend.startswith("Yield only every") for x in found.findings)
+def test_samplers_that_repeat_samples():
     found = report(*[fed([*range(64)], sampler="WeightedRandomSampler")] * 2, steps=0)
     assert found.findings[0].mend.startswith("Seed the sampler's")
     ranks = [fed([*range(64)], sampler="Own") for _ in range(2)]

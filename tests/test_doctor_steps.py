@@ -459,6 +459,17 @@ def test_what_a_loss_is_divided_by():
     assert "0.7 x a mean, 0.04 x a sum; doctor cannot know" in told
 
 
+@pytest.mark.parametrize(("first", "mixed"), [(0, 0), (1, 0), (0, 1)])
+def test_weights_of_a_losss_parts_that_drift_apart(first, mixed):
+    """Not random ones, which differ at once, nor those whose sum is equal, as in mixup."""
+    gaps, ranks = [[0.1 * r * (n > 1 or first) for n in range(20)] for r in (0, 1)], []
+    for own in gaps:
+        pairs = [[(1 - x * mixed, "mean", 8), (1 + x, "mean", 8)] for x in own]
+        passes = enumerate(map(one_pass, pairs))
+        ranks.append([event(Update, n, passes=[x]) for n, x in passes])
+    assert ("factors_drift" in named(judged(*ranks))) != (first or mixed)
+
+
 def test_what_a_loss_receives(monkeypatch):
     net, watcher = torch.nn.Linear(1, 1), Losses()
     with torch.no_grad():

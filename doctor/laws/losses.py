@@ -5,13 +5,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import accumulate
+from statistics import median
 from traceback import walk_stack
 from typing import NamedTuple
 
+from ..law import RISK, Breach, check
 from ..moments import Moments
 from ..record import recorder, torch
 from ..watcher import Watcher
-from .passes import Passes, Update
+from .passes import LAW, Passes, Update
 
 MEANS = "Mean", "Nll", "Mse", "Binary", "Smooth", "L1", "Huber"
 PASSED = "View", "Reshape", "Squeeze", "Unsqueeze", "ToCopy", "Alias", "Clone", "_DDP"
@@ -299,3 +301,29 @@ def by_share(one: Update) -> list[dict]:
         name = "rows" if x.kind == "sum" else "factor"
         terms.append(x._replace(**{name: count * getattr(x, name)}))
     return [first | {"terms": terms}]
+
+
+@check(LAW, RISK, needs=[Update], read="lesson 3")
+def factors_drift(job):
+    """A factor in the loss, which the script changes on each rank, drifts apart.
+
+    Before the script changes a factor, all_reduce() the numbers on which it depends.
+    Not a mistake if: each rank is meant to weight the parts of its loss by itself.
+    """
+    rows = [[one.passes for one in row] for row in job.rows(Update)]
+    rows = [[known(x[0]) for x in row] for row in rows if {*map(len, row)} == {1}]
+    gaps = []
+    for row in rows:
+        same = len({tuple((x.kind, x.rows) for x in own) for own in row}) == 1
+        sums = [sum(x.factor for x in own) for own in row]  # mixup's are equal
+        if same and len(row[0]) > 1 and row[0][0].factor and max(sums) > min(sums):
+            ratios = [[abs(x.factor / own[0].factor) for x in own] for own in row]
+            pairs = [(max(x), min(x)) for x in zip(*ratios, strict=True)]
+            gaps.append(max(most / (least or 1) - 1 for most, least in pairs))
+        elif same:
+            gaps.append(0.0)
+    # Factors that are drawn at random differ in the first steps, too
+    if len(gaps) > 15 and 4 * max(gaps[:2]) < median(gaps) > 0.01:
+        what = f"the loss weights its parts by {median(gaps):.1%} differently on the "
+        what += f"ranks, and in step 1 by {gaps[0]:.1%}"
+        yield Breach(what, job.of(Update)[0].passes[0]["place"])

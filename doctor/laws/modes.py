@@ -144,7 +144,7 @@ def eval_mode(job):
         yield Breach(what, own[0].place)
     trained = {}
     for one in job.processes[0].of(Trained) if not found else ():
-        trained.setdefault(one.network, []).append(one)
+        trained.setdefault((one.network, one.place), []).append(one)
     for own in trained.values():
         last = [one for one in own if not one.training]
         if own[0].training and last and own[-len(last) :] == last:
