@@ -63,7 +63,8 @@ def state_skips(job):
     carries = [one.carries for one in own.of(Input)]
     reads = [one.index for one in own.trained]
     steps = [b - a for a, b in pairwise(reads) if None not in (a, b)]
-    divides = all(one.divides for one in feeds(job) or [Feed])
+    first = feeds(job)
+    divides = first and all(one.divides for one in first)
     if divides and 2 * sum(carries) > len(carries) and steps:
         count = steps.count(size)
         if count > 0.8 * len(steps):

@@ -6,6 +6,7 @@ from itertools import chain, permutations
 from ..event import Event
 from ..law import RISK, Breach, Doubt, check, several
 from ..loaders import Loaders
+from ..moments import Step
 from ..record import place, recorder, torch, wrap
 from ..sample import digest, numbers
 from ..watcher import Watcher
@@ -109,7 +110,7 @@ def same_targets(job):
     yield Breach(f"{text}, and the first candidate is the same one", one.place)
 
 
-@check(LAW, RISK, needs=[Pairs], read="lesson 4")
+@check(LAW, RISK, needs=[Pairs, Step], read="lesson 4")
 def other_positives(job):
     """Negative samples avoid a rank's own positive pairs, but not the other ranks'.
 
