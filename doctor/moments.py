@@ -53,7 +53,8 @@ class Moments(Watcher):
         self.names = {}  # a weight's id -> its name
         self.networks = weakref.WeakKeyDictionary()  # outermost ones, in order
         self.handles, self.optimizers, self.digests = [], {}, {}
-        self.inner, self.depth, self.collective, self.ended = None, 0, False, False
+        self.inner, self.depth, self.collective = None, 0, False
+        self.ended = False
         self.optimized = False  # an optimizer has been made
         self.passed, self.before = False, []  # see begin_by_hand()
         self.meets = self.met = 0  # number of collectives that have begun
@@ -175,8 +176,7 @@ class Moments(Watcher):
         self.count_step(optimizer)
         self.inner, self.depth = None, 0
         recorder.ticks += 1
-        if self.handles and not recorder.timing:
-            recorder.sign("seen")
+        if not recorder.timing:
             while self.handles:
                 self.handles.pop().remove()
 

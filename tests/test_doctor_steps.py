@@ -461,7 +461,7 @@ def test_what_a_loss_is_divided_by():
 
 @pytest.mark.parametrize(("first", "mixed"), [(0, 0), (1, 0), (0, 1)])
 def test_weights_of_a_losss_parts_that_drift_apart(first, mixed):
-    """Not random ones, which differ at once, nor those whose sum is equal, as in mixup."""
+    """Not random ones, which differ early, nor those whose sum is equal, as in mixup."""
     gaps, ranks = [[0.1 * r * (n > 1 or first) for n in range(20)] for r in (0, 1)], []
     for own in gaps:
         pairs = [[(1 - x * mixed, "mean", 8), (1 + x, "mean", 8)] for x in own]

@@ -42,7 +42,7 @@ class Files(Watcher):
     """Records which files a process writes."""
 
     def __init__(self):
-        self.own = set()  # paths of these files, except torch.save()'s
+        self.own = set()  # paths that Python code has opened for writing
 
     def hooks(self) -> None:
         sys.addaudithook(self.audit)  # also sees calls of a stored open()

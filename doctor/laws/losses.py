@@ -308,12 +308,11 @@ def factors_drift(job):
     """A factor in the loss, which the script changes on each rank, drifts apart.
 
     Before the script changes a factor, all_reduce() the numbers on which it depends.
-    Not a mistake if: each rank is meant to weight the parts of its loss by itself.
+    Not a mistake if: the ranks are meant to use different weights.
     """
     rows = [[one.passes for one in row] for row in job.rows(Update)]
-    rows = [[known(x[0]) for x in row] for row in rows if {*map(len, row)} == {1}]
-    gaps = []
-    for row in rows:
+    rows, gaps = [row for row in rows if {*map(len, row)} == {1}], []
+    for row in ([known(passes[0]) for passes in row] for row in rows):
         same = len({tuple((x.kind, x.rows) for x in own) for own in row}) == 1
         sums = [sum(x.factor for x in own) for own in row]  # mixup's are equal
         if same and len(row[0]) > 1 and row[0][0].factor and max(sums) > min(sums):
@@ -325,5 +324,5 @@ def factors_drift(job):
     # Factors that are drawn at random differ in the first steps, too
     if len(gaps) > 15 and 4 * max(gaps[:2]) < median(gaps) > 0.01:
         what = f"the loss weights its parts by {median(gaps):.1%} differently on the "
-        what += f"ranks, and in step 1 by {gaps[0]:.1%}"
-        yield Breach(what, job.of(Update)[0].passes[0]["place"])
+        what += f"ranks, and at first by {gaps[0]:.1%}"
+        yield Breach(what, rows[0][0][0]["place"])

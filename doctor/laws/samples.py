@@ -304,9 +304,8 @@ def trained_on_validation(job):
         moves = {k: y - x for k, x, y in pairs if type(x) is type(y) is int and x != y}
         # Each part of a series may begin at another position
         starts = [x for k, x in moves.items() if START.search(k)]
-        both = min(
-            ({x + n for x in validated} & trained for n in (0, *starts)), key=len
-        )
+        shared = [{x + n for x in validated} & trained for n in (0, *starts)]
+        both = min(shared, key=len)
         if both:
             what = f"training uses {len(both)} of {len(validated)} validation samples"
             level = RISK * bool(moves)

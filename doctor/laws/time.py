@@ -8,7 +8,7 @@ from ..event import Event, Exit
 from ..job import Process
 from ..law import SLOW, Breach, Law, check, need
 from ..moments import Moments, Wraps
-from ..record import recorder, torch, wrap
+from ..record import STEPS, TIMED, recorder, torch, wrap
 from ..watcher import Watcher
 from .gradient import not_averaged
 from .meeting import hangs
@@ -124,6 +124,8 @@ class Clock(Watcher):
         self.calls.clear()
         self.averages, self.size = False, 0
         self.ended, self.queue = time.perf_counter(), queue
+        if recorder.step + 1 == STEPS + TIMED:
+            recorder.sign("seen")
 
 
 def queued() -> float:

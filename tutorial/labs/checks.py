@@ -178,17 +178,13 @@ def check_steps(
 ) -> None:
     """Check that one process with the same images per step takes the same steps."""
     for ranks in [[one] for one in run.ranks] if alone else [run.ranks]:
-        velocity, batch = (
-            torch.zeros(size).double(),
-            (images or 0) // len(ranks) or batch,
-        )
+        velocity = torch.zeros(size).double()
+        batch = images // len(ranks) if images else batch
         rows = [*zip(*(rank.steps for rank in ranks), strict=False)]
         for number, row in enumerate(rows[:most], 1):
             counts = [len(own.images) for own in row]
-            if (
-                images is None and len({*counts}) > 1
-            ):  # DDP weights the images unequally
-                return
+            if images is None and len({*counts}) > 1:
+                return  # DDP does not weight the images equally
             goal = sum(counts) if images is None else images
             if sum(counts) != goal or max(counts) > -(-goal // len(row)):
                 right = [batch] * len(row)
